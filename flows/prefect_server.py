@@ -1,0 +1,175 @@
+"""The Prefect server of a run: the user's own where one is configured, else a child process on SQLite."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+import httpx
+from prefect.client.orchestration import get_client
+
+from conf.errors import RunError
+
+HOME = Path("runs/.prefect")  # database and logs of the managed server
+START_SECONDS = 120.0
+MOST_RESTARTS = 3
+
+# `python -m prefect` that the kernel kills when its parent ends (PR_SET_PDEATHSIG), so that a killed run leaves no
+# server behind. In the child's own code: nothing may run between fork and exec while torch's threads live.
+LAUNCH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.executable, [sys.executable, "-m", "prefect", *sys.argv[2:]])
+"""
+
+# Measured, see PREFECT.md of the design: without the recorder settings a burst of tasks held a flow's end for 34 s,
+# and in-memory leases stay taken over a restart.
+SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",  # cut to whole seconds: 0.5 is a busy loop
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+}
+
+
+@contextmanager
+def prefect_server(say: Callable[[str], None] = lambda text: None) -> Iterator[str]:
+    """Give the URL of a running API, and point this process's Prefect at it for the block.
+
+    Takes the server that PREFECT_API_URL or the active Prefect profile names; without one starts a server and stops it,
+    and starts it again, on the same port and database, if it ends in between. Raises RunError where it does not answer.
+    """
+    from prefect.logging.handlers import APILogHandler
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    if configured := PREFECT_API_URL.value():
+        with _answering(str(configured)):
+            with get_client(sync_client=True) as client:
+                if error := client.api_healthcheck():
+                    raise error
+            yield str(configured)
+        return
+    say(f"starting a Prefect server ({HOME}) ...")
+    port = _free_port()
+    server, url = _start(port)
+    servers, stopping = [server], Event()
+    try:
+        _wait(server, url)
+        keeper = Thread(target=_keep, args=(servers, port, stopping, say), daemon=True)
+        keeper.start()
+        with temporary_settings({PREFECT_API_URL: url}), _answering(url):
+            try:
+                yield url
+            finally:
+                APILogHandler().flush()  # before the server goes
+                stopping.set()
+                keeper.join()
+    finally:
+        stopping.set()  # also where Ctrl-C came in the middle of the above
+        _stop(servers[-1])
+
+
+@contextmanager
+def _answering(url: str) -> Iterator[None]:
+    """What fails inside because the server is away is one RunError."""
+    try:
+        yield
+    except httpx.TransportError as error:  # engines' and the trainer's have types of their own
+        raise RunError(
+            f"the Prefect server at {url} does not answer: {error or type(error).__name__}; "
+            "once it does, the same command goes on"
+        ) from error
+
+
+def _keep(servers: list[subprocess.Popen[bytes]], port: int, stopping: Event, say: Callable[[str], None]) -> None:
+    """Start the server again when it ends, at most MOST_RESTARTS times; at last stop it."""
+    while not stopping.wait(0.5):
+        if servers[-1].poll() is not None and len(servers) <= MOST_RESTARTS:
+            say(f"warning: the Prefect server ended with code {servers[-1].returncode}; starting it again")
+            servers.append(_start(port)[0])
+    _stop(servers[-1])  # here: the kernel kills it when the thread that started it ends
+
+
+async def until_up() -> None:
+    """Wait until the Prefect API answers. Raises RunError after START_SECONDS."""
+    deadline = time.monotonic() + START_SECONDS
+    async with get_client() as client:
+        while error := await client.api_healthcheck():
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"Prefect does not answer at {client.api_url} since {START_SECONDS:.0f} s ({error}); "
+                    "once it does, the same command continues"
+                )
+            await asyncio.sleep(0.5)
+
+
+def serve_ui(port: int) -> int:
+    """Serve the UI in the foreground until Ctrl-C; gives the exit code."""
+    server, url = _start(port)
+    try:
+        _wait(server, url)
+        print(f"Prefect UI: {url.removesuffix('/api')}   (Ctrl-C stops it)", flush=True)
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        _stop(server)
+
+
+def _start(port: int) -> tuple[subprocess.Popen[bytes], str]:
+    HOME.mkdir(parents=True, exist_ok=True)
+    url = f"http://127.0.0.1:{port}/api"
+    command = [sys.executable, "-c", LAUNCH, str(os.getpid()), "server", "start"]
+    with open(HOME / "server.log", "ab") as log:
+        server = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env={**os.environ, **SETTINGS, "PREFECT_HOME": str(HOME.resolve()), "PREFECT_API_URL": url},
+        )  # fmt: skip
+    return server, url
+
+
+def _wait(server: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RunError(f"the Prefect server ended with code {server.returncode} at start; see {HOME}/server.log")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise RunError(f"the Prefect server did not answer at {url} within {START_SECONDS:.0f} s; see {HOME}/server.log")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    # SQLite is consistent after SIGKILL; SIGTERM first lets it write what it holds.
+    for sig, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(server.pid, sig)
+            server.wait(seconds)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        else:
+            return
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

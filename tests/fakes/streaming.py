@@ -1,0 +1,50 @@
+"""Fake stages `rollout` and `reward` that only come to their end if the second runs beside the first."""
+
+from data.refs import DatasetRef
+from tasks.stage import Columns, Context, Group, Inputs, Rows, stage
+from tests.fakes.stages import _table
+
+EVENTS: list[str] = []
+
+
+def _rows(group: str) -> dict[str, list[str]]:
+    return {"sample_id": [f"{group}-s{i}" for i in range(2)], "group_id": [group] * 2}
+
+
+@stage(consumes=["group_id"], produces=["sample_id", "group_id"], output="rows", role="rollout", reads="current")
+async def rollout(inputs: Inputs, context: Context) -> Rows:
+    """Generates the next group when the one before it was judged."""
+    assert inputs.table is not None
+    stream = context.stream
+    assert stream is not None
+    rows: dict[str, list[str]] = {"sample_id": [], "group_id": []}
+    for group in inputs.table["group_id"].to_pylist():
+        own = _rows(group)
+        rows = {name: [*rows[name], *own[name]] for name in rows}
+        EVENTS.append(f"generated {group}")
+        stream.put(Group(group, lambda own=own: _table(list(own), own)))  # type: ignore[misc]
+        while stream.verdict(group) is None:
+            await stream.judged.wait()
+            stream.judged.clear()
+    return Rows(_table(list(rows), rows))
+
+
+@stage(consumes=["sample_id"], produces=["response_text"], streams=True)
+async def reward(inputs: Inputs, context: Context) -> Columns:
+    if arriving := inputs.arriving:
+        while (group := await arriving.next()) is not None:
+            assert group.read()["sample_id"].to_pylist() == _rows(group.id)["sample_id"]
+            EVENTS.append(f"scored {group.id}")
+            arriving.judge(group, "")
+    whole = await inputs.whole()
+    assert isinstance(whole.dataset, DatasetRef)
+    assert whole.table is not None
+    EVENTS.append(f"whole {whole.dataset.stage}")
+    return Columns(_table(["response_text"], {"response_text": [""] * whole.table.num_rows}))
+
+
+@stage(consumes=["sample_id"], produces=["response_text"], streams=True)
+async def fails(inputs: Inputs, context: Context) -> Columns:
+    assert inputs.arriving
+    await inputs.arriving.next()
+    raise ValueError("this stage fails")

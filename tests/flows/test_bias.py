@@ -1,0 +1,226 @@
+"""Trained samples against issued ones: numbers worked by hand, properties, and the report of a run."""
+
+import asyncio
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect import flow, get_client
+
+from conf.schema import Bias
+from flows.account import _bias
+from flows.bias import LEFT_OUT, UNKNOWN, BiasReport, Samples, compare, length_bin, read_samples
+from flows.cli import main
+from tasks.engines.toy import write_model
+from tests.fakes.runs import Recorder
+from tests.fakes.whole_run import WholeRun
+
+NAN = math.nan
+
+
+def samples(*rows: tuple[str, str, float, float, str]) -> Samples:
+    groups, fates, lengths, rewards, finishes = zip(*rows, strict=True)
+    return Samples(
+        np.array(groups), np.array(fates), np.array(lengths, float), np.array(rewards, float), np.array(finishes)
+    )
+
+
+# One group trained, one dropped for its equal rewards, one of which half was too slow, one that never ended.
+HAND = samples(
+    ("a", "trained", 4, 1.0, "stop"),
+    ("a", "trained", 8, 0.0, "stop"),
+    ("b", "dropped/zero_variance", 3, 1.0, "stop"),
+    ("b", "dropped/zero_variance", 4, 1.0, "stop"),
+    ("c", "dropped/oversampled", 64, 0.0, "length"),
+    ("c", "dropped/oversampled", NAN, NAN, ""),
+    ("d", "dropped/oversampled", NAN, NAN, ""),
+    ("d", "dropped/oversampled", NAN, NAN, ""),
+)
+
+
+def test_the_distance_is_the_largest_gap_between_the_distributions_and_adds_up_over_reasons() -> None:
+    """Lengths: at 3 tokens 0/2 of the trained and 1/5 of all known are no longer; at 8 it is 2/2 and 4/5."""
+    found = compare(HAND.lengths, HAND.fates)
+    assert found is not None
+    assert found.distance == pytest.approx(0.2)
+    # At 3, where it is found first: short samples of b are missing (2/5 of 1/2), long ones of c are none there.
+    assert found.parts == pytest.approx({"dropped/zero_variance": 0.2, "dropped/oversampled": 0.0})
+    assert found.without == {"dropped/oversampled": 3 / 8}
+    # With the three unknown ones beyond 8 tokens, only 4/8 of all are no longer than 8, but 2/2 of the trained.
+    assert found.worst == pytest.approx(0.5)
+
+
+def test_rewards_are_compared_over_those_that_were_scored() -> None:
+    """Mean 0.5 against 0.6: at reward 0 it is 1/2 of the trained and 2/5 of all scored."""
+    found = compare(HAND.rewards, HAND.fates)
+    assert found is not None
+    assert found.distance == pytest.approx(0.1)
+    assert found.parts == pytest.approx({"dropped/zero_variance": 2 / 5 * 0.5, "dropped/oversampled": 1 / 5 * -0.5})
+
+
+def test_without_a_trained_sample_there_is_nothing_to_compare() -> None:
+    assert compare(np.array([1.0, NAN]), np.array(["dropped/x", "trained"])) is None
+
+
+FATES = st.sampled_from(["trained", "dropped/a", "dropped/b", LEFT_OUT])
+ROWS = st.lists(st.tuples(FATES, st.one_of(st.integers(0, 9).map(float), st.just(NAN))), min_size=1, max_size=30)
+
+
+@given(rows=ROWS, fill=st.lists(st.floats(-20, 20), min_size=30, max_size=30))
+def test_what_is_unknown_may_be_anything_and_the_distance_is_never_beyond_its_worst(
+    rows: list[tuple[str, float]], fill: list[float]
+) -> None:
+    fates, values = np.array([fate for fate, _ in rows]), np.array([value for _, value in rows])
+    found = compare(values, fates)
+    if found is None:
+        return
+    known = ~np.isnan(values)
+    assert found.distance == pytest.approx(brute_force(values[known], fates[known]))
+    assert math.fsum(found.parts.values()) == pytest.approx(found.distance, abs=1e-12)
+    assert found.distance <= (fates[known] != "trained").mean() + 1e-12
+    assert found.distance <= found.worst + 1e-12
+    if (known | (fates != "trained")).all():  # the trained ones' values are theirs
+        complete = np.where(known, values, fill[: len(values)])
+        assert brute_force(complete, fates) <= found.worst + 1e-12
+
+
+def brute_force(values: np.ndarray, fates: np.ndarray) -> float:
+    trained = values[fates == "trained"]
+    return max(abs((trained <= x).mean() - (values <= x).mean()) for x in values)
+
+
+@given(length=st.integers(1, 2**20))
+def test_a_bin_ends_at_a_power_of_two(length: int) -> None:
+    low, _, high = length_bin(length).partition("-")
+    assert int(low) <= length <= int(high or low)
+    assert math.log2(int(high or low)).is_integer()
+
+
+def test_bins_by_hand() -> None:
+    assert [length_bin(n) for n in (0, 1, 2, 3, 4, 5, 64, 65, NAN)] == [
+        "0", "1", "2", "3-4", "3-4", "5-8", "33-64", "65-128", UNKNOWN,
+    ]  # fmt: skip
+
+
+def test_truncation_and_dropping_are_told_by_length_and_what_never_ended_is_told_too() -> None:
+    report = BiasReport.of(HAND)
+    dropped, slow = "groups dropped/zero_variance", "groups dropped/oversampled"
+    assert report.by_length() == [
+        {"length": "3-4", "issued": 3, "trained": 1, "truncated": 0.0, slow: 0, dropped: 1},
+        {"length": "5-8", "issued": 1, "trained": 1, "truncated": 0.0, slow: 0, dropped: 0},
+        {"length": "33-64", "issued": 1, "trained": 0, "truncated": 1.0, slow: 1, dropped: 0},
+        {"length": "unknown", "issued": 3, "trained": 0, "truncated": 0.0, slow: 1, dropped: 0},
+    ]
+    issued, trained = report.summary()
+    assert issued == {
+        "samples": "issued", "groups": 4, "count": 8, "of unknown length": 3, "truncated": "20.0%",
+        "mean": "16.6", "median": "4", "p95": "52.8", "reward": "0.6",
+    }  # fmt: skip
+    assert (trained["count"], trained["mean"], trained["reward"], trained["truncated"]) == (2, "6", "0.5", "0.0%")
+    assert report.metrics() == pytest.approx(
+        {
+            "bias/length": 0.2, "bias/length_worst": 0.5, "bias/reward": 0.1, "bias/reward_worst": 0.375,
+            "bias/unknown_length": 3 / 8, "truncated/issued": 0.2, "truncated/issued/length": 0.2,
+            "truncated/trained": 0.0,
+        }
+    )  # fmt: skip
+
+
+def test_the_warning_says_what_is_beyond_which_limit_and_for_which_reason() -> None:
+    report = BiasReport.of(HAND)
+    assert report.warning(Bias(max_length=0.4, max_reward=0.9)) == (
+        "lengths of trained samples are 0.20 to 0.50 from those of issued ones (bias.max_length 0.4; mean 6 against "
+        "16.6): dropped/oversampled accounts for 0.00 to 0.38, dropped/zero_variance accounts for 0.20"
+    )
+    assert report.warning(Bias(max_length=0.5, max_reward=0.5)) == ""
+    both = report.warning(Bias(max_length=0.1, max_reward=0.1))
+    assert "bias.max_length 0.1" in both
+    assert "bias.max_reward 0.1" in both
+    assert "\n" not in both
+
+
+# -- from a run's data
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WholeRun:
+    """Three samples a prompt were asked for, two came; a third group never ended."""
+    model = write_model(tmp_path / "model")
+    run = WholeRun.start(tmp_path / "demo-001", model, "rollout.samples_per_prompt=3", "bias.max_length=0.6")
+    run.prompts(1)
+    run.issue(1)
+    run.ledger.issue_groups(1, [("i000001-g002", 2)])
+    run.rollout(1)
+    run.score(1)
+    run.update(1)
+    run.ledger.settle_groups({"i000001-g000": "trained", "i000001-g002": "dropped/rollout_refused"})
+    return run
+
+
+def read(run: WholeRun) -> Samples | None:
+    return read_samples(run.store, run.ledger, run.graph, 1, 3)
+
+
+def test_every_issued_sample_of_an_iteration_has_its_fate(run: WholeRun) -> None:
+    found = read(run)
+    assert found is not None
+    fates = dict(zip(*np.unique(found.fates, return_counts=True), strict=True))
+    assert fates == {"trained": 2, LEFT_OUT: 1, "dropped/slow": 3, "dropped/rollout_refused": 3}
+    assert np.isnan(found.lengths).sum() == 5  # one of each group that came, all of the one that did not
+    assert sorted(found.rewards[~np.isnan(found.rewards)]) == [
+        0.0,
+        0.5,
+        1.0,
+        1.5,
+    ]  # also of those dropped
+    assert read_samples(run.store, run.ledger, run.graph, 2, 3) is None
+    run.ledger.close()
+
+
+def test_the_command_prints_the_report_over_a_run_and_over_an_iteration(
+    run: WholeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.ledger.close()
+    for arguments in ([], ["1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["bias", str(run.folder), *arguments])
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert "length: Kolmogorov-Smirnov distance 0.00 to 0.56: dropped/rollout_refused accounts for" in out
+        assert "warning: rewards of trained samples are 0.50 to" in out
+        assert "bias.max_length" not in out  # 0.56 is within 0.6
+    with pytest.raises(SystemExit) as ended:
+        main(["bias", str(run.folder), "7"])
+    assert ended.value.code == 1
+    assert "must have iteration 7 that was trained on responses, but there is none" in capsys.readouterr().err
+
+
+def test_an_iteration_warns_in_the_terminal_and_leaves_its_report_in_the_ui(run: WholeRun, prefect_api: str) -> None:
+    display = Recorder()
+    opened: Any = SimpleNamespace(
+        store=run.store, ledger=run.ledger, graph=run.graph, experiment=run.loaded.experiment, display=display
+    )
+
+    @flow(name="bias")
+    async def account() -> dict[str, float]:
+        return await _bias(opened, 1)
+
+    async def run_and_read() -> tuple[dict[str, float], Any]:
+        values = await account()
+        async with get_client() as client:
+            found = await client.request("GET", "/artifacts/{key}/latest", path_params={"key": "bias"})
+        return values, found.json()
+
+    values, artifact = asyncio.run(run_and_read())
+    assert values["bias/reward"] == 0.5
+    assert '"length": "2"' in artifact["data"]
+    assert "reward: Kolmogorov-Smirnov distance 0.50 to" in artifact["description"]
+    assert [text for kind, text in display.events if kind == "message"] == [
+        f"warning: iteration 1: {BiasReport.of(read(run)).warning(run.loaded.experiment.bias)}"  # type: ignore[arg-type]
+    ]
+    run.ledger.close()

@@ -1,0 +1,108 @@
+"""Leases: one stage at a time on a pool that holds devices; the wait is counted, and says who holds the pool."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from conf.errors import HandoverError
+from conf.schema import Pool
+from flows.pools import Leases
+from flows.waits import HANDOVER, POOL, Clock
+from tasks.handover import Role
+
+
+def test_two_stages_on_one_pool_take_turns_and_the_second_counts_its_wait() -> None:
+    order: list[str] = []
+
+    async def stage(leases: Leases, name: str, clock: Clock) -> None:
+        async with leases.take("train", name, clock):
+            order.append(f"{name} begins")
+            await asyncio.sleep(0.01)
+            order.append(f"{name} ends")
+
+    async def main() -> tuple[Clock, Clock]:
+        leases, first, second = Leases({"train": Pool(roles=["train"])}), Clock(), Clock()
+        await asyncio.gather(stage(leases, "reference", first), stage(leases, "update", second))
+        return first, second
+
+    first, second = asyncio.run(main())
+    assert order == ["reference begins", "reference ends", "update begins", "update ends"]
+    assert first.waits == {}
+    assert set(second.waits) == {POOL}
+
+
+def test_stages_of_a_cpu_pool_run_at_the_same_time() -> None:
+    async def main() -> list[str]:
+        leases, order, both = Leases({"cpu": Pool(roles=["cpu"])}), [], asyncio.Barrier(2)
+
+        async def stage() -> None:
+            async with leases.take("cpu", "x", Clock()):
+                await both.wait()  # passes only when both are inside
+                order.append("inside")
+
+        await asyncio.wait_for(asyncio.gather(stage(), stage()), 10)
+        return order
+
+    assert asyncio.run(main()) == ["inside", "inside"]
+
+
+def test_a_pool_is_free_again_after_an_error() -> None:
+    async def main() -> str:
+        leases = Leases({"train": Pool(roles=["train"])})
+        try:
+            async with leases.take("train", "first", Clock()):
+                raise ValueError
+        except ValueError:
+            pass
+        async with leases.take("train", "second", clock := Clock()):
+            return str(clock.waits)
+
+    assert asyncio.run(main()) == "{}"
+
+
+class Hands:
+    """A hand-over that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.state = "SERVING"
+        self.given: list[str] = []
+
+    def changes(self, role: str) -> bool:
+        return role != "cpu" and role != self.state
+
+    async def give(self, role: str) -> None:
+        self.given.append(role)
+        self.state = role
+
+
+def test_a_co_located_pool_is_brought_to_the_stages_role_and_the_time_is_a_wait_of_its_own() -> None:
+    async def main() -> tuple[list[str], list[set[str]]]:
+        hands: Any = Hands()
+        pools = {"all": Pool(roles=["rollout", "train"]), "cpu": Pool(roles=["cpu"])}
+        leases, waits = Leases(pools, hands), []
+        roles: list[tuple[str, Role]] = [("all", "train"), ("all", "train"), ("all", "cpu"), ("cpu", "rollout")]
+        for pool, role in roles:
+            async with leases.take(pool, "a stage", clock := Clock(), role):
+                waits.append(set(clock.waits))
+        return hands.given, waits
+
+    given, waits = asyncio.run(main())
+    assert given == ["train"]
+    assert waits == [{HANDOVER}, set(), set(), set()]
+
+
+def test_a_hand_over_that_fails_frees_the_pool() -> None:
+    class Stuck(Hands):
+        async def give(self, role: str) -> None:
+            raise HandoverError("stuck")
+
+    async def main() -> None:
+        hands: Any = Stuck()
+        leases = Leases({"all": Pool(roles=["rollout", "train"])}, hands)
+        for _ in range(2):
+            with pytest.raises(HandoverError, match="stuck"):
+                async with leases.take("all", "a stage", Clock(), "train"):
+                    raise AssertionError("it must not begin")
+
+    asyncio.run(asyncio.wait_for(main(), 10))

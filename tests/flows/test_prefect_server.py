@@ -1,0 +1,45 @@
+"""A Prefect server that is away, and one that ended and was started again."""
+
+import ctypes
+import signal
+import subprocess
+import threading
+
+import httpx
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from conf.errors import RunError
+from flows import prefect_server
+
+URL = "http://127.0.0.1:9/api"
+
+
+def test_a_server_that_is_away_is_one_line_at_the_start_and_later() -> None:
+    refusal = f"the Prefect server at {URL} does not answer: "
+    with temporary_settings({PREFECT_API_URL: URL}), pytest.raises(RunError, match=refusal):
+        prefect_server.prefect_server().__enter__()
+    with pytest.raises(RunError, match=refusal), prefect_server._answering(URL):
+        raise httpx.ConnectError("refused")
+
+
+def test_a_server_that_was_started_again_is_asked_to_end_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel kills it when the thread that started it ends."""
+    started = threading.Event()
+
+    def die_with_thread() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+    def start(port: int = 0) -> tuple[subprocess.Popen[bytes], str]:
+        server = subprocess.Popen(["sleep", "600"], start_new_session=True, preexec_fn=die_with_thread)
+        started.set()
+        return server, ""
+
+    monkeypatch.setattr(prefect_server, "_start", start)
+    servers, stopping = [subprocess.Popen(["false"])], threading.Event()
+    keeper = threading.Thread(target=prefect_server._keep, args=(servers, 0, stopping, lambda text: None))
+    keeper.start()
+    assert started.wait(60)
+    stopping.set()
+    keeper.join()
+    assert [server.returncode for server in servers] == [1, -signal.SIGTERM]

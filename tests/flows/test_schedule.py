@@ -1,0 +1,283 @@
+"""Schedules on the real executor: what overlaps, what waits for what, by the order of events; resume; what is stuck."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect import flow, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+from conf.errors import StageError
+from conf.load import load
+from data.ledger import Ledger
+from flows.graph import GraphNode, load_graph
+from flows.pool_time import run_seconds
+from flows.run import RUN, _iterations, watched
+from flows.schedule import Gate, Window, follows
+from flows.waits import QUEUE, WEIGHTS
+from tests.fakes import stages
+from tests.fakes.runs import Recorder, noop_run
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+Event = tuple[str, int, str]  # begun, done or what it waits for; iteration, node
+RATIO = "update.correction.kind=ratio"
+ASYNC = ("schedule.kind=async", RATIO)
+
+
+@pytest.fixture(autouse=True)
+def _no_pace() -> Iterator[None]:
+    yield
+    stages.PACE.clear()
+
+
+@flow(name="paced-run")
+async def paced_flow(folder: str, iterations: int, overrides: list[str]) -> list[Any]:
+    with noop_run(Path(folder), stages.paced(), iterations, overrides) as run:
+        RUN.set(run)
+        await _iterations(run)
+        assert isinstance(run.display, Recorder)
+        return run.display.events
+
+
+class Pace:
+    """Holds stages until others have begun or ended, and gives the events of the run in their order."""
+
+    def __init__(self) -> None:
+        self.happened: dict[Event, asyncio.Event] = {}
+
+    def _event(self, *event: Any) -> asyncio.Event:
+        return self.happened.setdefault(event, asyncio.Event())
+
+    def hold(self, iteration: int, node: str, *until: Event) -> None:
+        """The stage stays in its body until these events, which a schedule without them never lets happen."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(120):
+                for event in until:
+                    await self._event(*event).wait()
+
+        stages.PACE[iteration, node] = wait
+
+    def run(self, folder: Path, iterations: int, *overrides: str) -> list[Event]:
+        begun, done = Recorder.stage_begun, Recorder.stage_done
+        with pytest.MonkeyPatch.context() as patch:
+
+            def noted(name: str, original: Callable[..., None]) -> Callable[..., None]:
+                def note(recorder: Recorder, iteration: int, node: str) -> None:
+                    original(recorder, iteration, node)
+                    self._event(name, iteration, node).set()
+
+                return note
+
+            gates = Window.gates
+
+            def watched(window: Window, node: GraphNode, number: int) -> Iterator[Gate]:
+                for gate in gates(window, node, number):
+                    if not gate.future.done():
+                        self._event(gate.cause, number, node.name).set()
+                    yield gate
+
+            patch.setattr(Window, "gates", watched)
+            patch.setattr(Recorder, "stage_begun", noted("begun", begun))
+            patch.setattr(Recorder, "stage_done", noted("done", done))
+            events = asyncio.run(paced_flow(str(folder), iterations, list(overrides)))
+        return [event for event in events if event[0] in ("begun", "done")]
+
+
+def dependencies(iterations: int) -> list[tuple[Event, Event]]:
+    """(what comes first, what comes after) in every schedule."""
+    found: list[tuple[Event, Event]] = []
+    nodes = ("prompts", "rollout", "reward", "update", "publish")
+    for n in range(1, iterations + 1):
+        found += [(("done", n, a), ("begun", n, b)) for a, b in pairwise(nodes)]
+        in_order = ("prompts", "rollout", "update", "publish") if n > 1 else ()
+        found += [(("done", n - 1, node), ("begun", n, node)) for node in in_order]
+    return found
+
+
+def check(events: Sequence[Event], pairs: Sequence[tuple[Event, Event]]) -> None:
+    assert len(set(events)) == len(events)
+    for before, after in pairs:
+        assert events.index(before) < events.index(after), (before, after)
+
+
+def test_sync_begins_an_iteration_when_the_one_before_has_ended(tmp_path: Path) -> None:
+    events = Pace().run(tmp_path / "a", 3)
+    check(events, dependencies(3))
+    for n in (2, 3):
+        before = max(events.index(("done", n - 1, node)) for node in stages.paced())
+        assert before < events.index(("begun", n, "prompts"))
+
+
+def test_async_overlaps_rollout_reward_and_update_of_three_batches(tmp_path: Path) -> None:
+    """The worked example: each overlap is forced, since a stage stays until the other one has begun."""
+    pace = Pace()
+    pace.hold(1, "reward", ("begun", 2, "rollout"))
+    pace.hold(2, "rollout", ("begun", 1, "update"))
+    pace.hold(1, "update", ("begun", 2, "reward"), ("begun", 3, "rollout"))
+    pace.hold(3, "rollout", ("begun", 2, "update"))
+    events = pace.run(tmp_path / "a", 3, *ASYNC, "schedule.max_lag=2")
+    check(events, dependencies(3))
+
+
+@pytest.mark.parametrize("overrides", [(), (*ASYNC, "schedule.max_lag=2")], ids=["sync", "async"])
+def test_each_second_is_in_one_iterations_time_and_has_one_cause(tmp_path: Path, overrides: Sequence[str]) -> None:
+    pace = Pace()
+    if overrides:
+        pace.hold(1, "update", ("begun", 3, "rollout"))
+        pace.hold(3, "rollout", ("begun", 2, "update"))  # it is under way when the first iteration is accounted for
+    pace.run(tmp_path / "a", 4, *overrides)
+    ledger = Ledger(tmp_path / "a" / "ledger.sqlite", read_only=True)
+    (session,), rows, metrics = ledger.sessions(), ledger.stages(), ledger.metrics()
+    ledger.close()
+    assert session.ready is not None
+    assert session.accounted is not None
+    assert session.ended is not None
+    wall = [values["time/iteration"] for values in metrics.values()]
+    assert sum(wall) == pytest.approx(session.accounted - session.ready)
+    for pool, seconds in run_seconds([session], rows, ("cpu", "rollout", "train")).items():
+        assert sum(seconds.values()) == pytest.approx(session.ended - session.started)
+        for values in metrics.values():
+            idle = sum(value for name, value in values.items() if name.startswith(f"idle/{pool}/"))
+            assert values[f"busy/{pool}"] + idle == pytest.approx(values["time/iteration"])
+        for cause, name in (("working", f"busy/{pool}"), ("publish", f"idle/{pool}/publish")):
+            assert sum(v.get(name, 0.0) for v in metrics.values()) == pytest.approx(seconds.get(cause, 0.0), abs=1e-5)
+
+
+def test_one_step_off_runs_a_rollout_beside_the_update_before_it_and_no_further(tmp_path: Path) -> None:
+    pace = Pace()
+    pace.hold(1, "update", ("begun", 2, "rollout"), ("done", 2, "reward"), (WEIGHTS, 3, "rollout"))
+    pace.hold(2, "update", ("begun", 3, "rollout"))
+    events = pace.run(tmp_path / "a", 4, "schedule.kind=one_step_off", RATIO)
+    fresh = [(("done", n - 2, "publish"), ("begun", n, "rollout")) for n in (3, 4)]
+    check(events, dependencies(4) + fresh)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_a_rollout_waits_for_the_weights_that_keep_its_lag(lag: int, tmp_path: Path) -> None:
+    pace = Pace()
+    pace.hold(1, "update", ("done", 1 + lag, "rollout"), (WEIGHTS, 2 + lag, "rollout"))
+    events = pace.run(tmp_path / "a", 6, *ASYNC, f"schedule.max_lag={lag}")
+    fresh = [(("done", n - 1 - lag, "publish"), ("begun", n, "rollout")) for n in range(2 + lag, 7)]
+    check(events, dependencies(6) + fresh)
+    with noop_run(tmp_path / "a", stages.paced(), 6, [*ASYNC, f"schedule.max_lag={lag}"]) as run:
+        (row,) = [r for r in run.ledger.stages() if (r.iteration, r.node) == (2 + lag, "rollout")]
+    assert WEIGHTS in row.waits
+
+
+def test_a_full_queue_holds_the_rollout_and_drops_nothing(tmp_path: Path) -> None:
+    pace = Pace()
+    pace.hold(1, "update", ("done", 3, "rollout"), (QUEUE, 4, "rollout"))  # two batches beside its own
+    overrides = (*ASYNC, "schedule.max_lag=4", "schedule.queue_groups=5")  # and a half that holds none
+    events = pace.run(tmp_path / "a", 5, *overrides)
+    room = [(("begun", n - 2, "update"), ("begun", n, "rollout")) for n in (3, 4, 5)]
+    check(events, dependencies(5) + room)
+    with noop_run(tmp_path / "a", stages.paced(), 5, overrides) as run:
+        assert run.ledger.group_counts() == {"issued": 10, "waiting": 0, "trained": 10}
+        (row,) = [r for r in run.ledger.stages() if (r.iteration, r.node) == (4, "rollout")]
+        assert QUEUE in row.waits
+
+
+def test_a_publish_interval_leaves_out_publishes_and_keeps_the_lag(tmp_path: Path) -> None:
+    overrides = (*ASYNC, "schedule.max_lag=1", "schedule.publish_every=2")
+    events = Pace().run(tmp_path / "a", 5, *overrides)
+    assert [n for name, n, node in events if (name, node) == ("begun", "publish")] == [2, 4, 5]
+    fresh = [(("done", 2, "publish"), ("begun", n, "rollout")) for n in (3, 4)]
+    check(events, [*fresh, (("done", 4, "publish"), ("begun", 5, "rollout"))])
+
+
+def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(tmp_path: Path) -> None:
+    """The rollout ahead is in the queue by then: it is neither repeated nor lost."""
+    pace = Pace()
+
+    async def fail() -> None:
+        await pace._event("done", 2, "rollout").wait()
+        raise ValueError("no")
+
+    stages.PACE[1, "update"] = fail
+    overrides = (*ASYNC, "schedule.max_lag=2")
+    with pytest.raises(StageError, match=r"^stage update of iteration 1 raised ValueError: no$"):
+        pace.run(tmp_path / "a", 4, *overrides)
+    stages.PACE.clear()
+    events = Pace().run(tmp_path / "a", 4, *overrides)
+    assert not {("begun", 1, "rollout"), ("begun", 2, "rollout")} & set(events)
+    assert [n for name, n, node in events if (name, node) == ("done", "update")] == [1, 2, 3, 4]
+    with noop_run(tmp_path / "a", stages.paced(), 4, overrides) as run:
+        assert run.ledger.group_counts() == {"issued": 8, "waiting": 0, "trained": 8}
+        assert not run.remaining()
+
+
+def test_stages_are_tasks_of_one_flow_named_by_iteration(tmp_path: Path) -> None:
+    state = asyncio.run(paced_flow(str(tmp_path / "a"), 2, [*ASYNC, "schedule.max_lag=1"], return_state=True))
+    wanted = {f"iteration-{n:06d}/{node}" for n in (1, 2) for node in ("prompts", *stages.paced())}
+
+    async def seen() -> set[str]:
+        mine = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+        async with get_client() as client:
+            for _ in range(100):
+                found = {run.name for run in await client.read_task_runs(flow_run_filter=mine)}
+                if found >= wanted:
+                    break
+                await asyncio.sleep(0.2)
+            return found
+
+    found = asyncio.run(seen())
+    assert found == wanted
+
+
+def test_what_is_stuck_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
+    """A stage of one's own that never comes back, while everything else waits for it."""
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    stages.PACE[1, "reward"] = never
+    overrides = [*ASYNC, "schedule.max_lag=1", "schedule.stall_timeout_s=0.5"]
+
+    async def main() -> None:
+        with noop_run(tmp_path / "a", stages.paced(), 3, overrides) as run:
+            RUN.set(run)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(watched(run))
+                group.create_task(_iterations(run))
+
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(flow(main)())
+    (error,) = raised.value.exceptions
+    assert isinstance(error, StageError)
+    assert str(error).startswith("nothing in the run has moved for 0.5 s (schedule.stall_timeout_s); under way: ")
+    assert "reward of iteration 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("graph", "overrides", "node", "before"),
+    [
+        ("grpo", [], "prompts", ["prompts"]),
+        (
+            "dapo",
+            ["update.kl.coef=0", "sampling.filter=zero_variance", "sampling.max_rounds=3"],
+            "prompts",
+            ["prompts", "rollout"],
+        ),
+        (
+            "dapo",
+            ["update.kl.coef=0", "sampling.filter=zero_variance", "sampling.max_rounds=1"],
+            "prompts",
+            ["prompts"],
+        ),
+        ("grpo", [], "rollout", []),  # it has gates of its own
+        ("grpo", [], "reference", []),
+        ("grpo_recomputed", ["update.old_logprobs=recomputed"], "old_logprobs", ["update"]),
+        ("grpo", [], "publish", ["publish", "evaluate"]),
+    ],
+)
+def test_what_a_stage_follows_in_the_iteration_before(
+    graph: str, overrides: list[str], node: str, before: list[str]
+) -> None:
+    experiment = load("conf/smollm2_arithmetic.yaml", [f"graph={graph}", *overrides]).experiment
+    loaded = load_graph(experiment)
+    assert follows(loaded, loaded[node], experiment) == before
