@@ -21,6 +21,7 @@ from conf.check import contradictions, without_effect
 from conf.errors import ConfigError
 from conf.fields import Problem, problems, unknown
 from conf.interpolation import interpolation_problems
+from conf.precision import auto
 from conf.schema import Experiment
 from conf.source import Located, dotted, dump, kind, parse, plain, read, show_path
 
@@ -207,9 +208,15 @@ def _merge(base: Located, over: Located, path: tuple[str, ...] = ()) -> Located:
 
 
 def _resolve(given: dict[str, Any], places: _Places) -> tuple[Experiment, dict[str, Any]]:
-    """Types and interpolations by OmegaConf. The default pools are in `given`, unless they were removed."""
+    """Types and interpolations by OmegaConf; what `auto` means on this machine.
+
+    The default pools are in `given`, unless they were removed.
+    """
     try:
         config = OmegaConf.merge(OmegaConf.structured(Experiment(pools={})), given)
+        meant = auto(config.model.device)
+        chosen = [f"{field}={value}" for field, value in meant.items() if OmegaConf.select(config, field) == "auto"]
+        config = OmegaConf.merge(config, OmegaConf.from_dotlist(chosen))
         resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         experiment: Any = OmegaConf.to_object(config)
     except (OmegaConfBaseException, RecursionError) as error:

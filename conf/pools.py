@@ -60,6 +60,18 @@ def pool_devices(experiment: Experiment) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def apart(experiment: Experiment, pool: str, other: str) -> bool:
+    """Whether stages of both can work at once without taking cores or memory from each other.
+
+    So it is between pools that declare different devices, and where one of them is engines that run elsewhere. Two
+    that are not pinned share every core.
+    """
+    devices = pool_devices(experiment)
+    elsewhere = experiment.rollout.urls and "rollout" in {*experiment.pools[pool].roles, *experiment.pools[other].roles}
+    known = elsewhere or (devices[pool] and devices[other])
+    return pool != other and bool(known) and not set(devices[pool]) & set(devices[other])
+
+
 def device_numbers(devices: Sequence[str]) -> list[int]:
     """`cpu:1` -> 1."""
     return [int(device.partition(":")[2]) for device in devices]

@@ -81,7 +81,11 @@ class Rollout:
         "what the deadline does to a sample; truncate: it keeps its tokens so far, with finish_reason `deadline`; "
         "drop_group: its whole group is dropped",
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "precision of the engines' weights")
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = setting(
+        "bfloat16",
+        "precision of the engines' weights; auto: bfloat16 on a GPU and on a CPU that computes it (AVX512-BF16, AMX), "
+        "else float32, as found when the YAML is loaded",
+    )
     kv_policy: Literal["pin", "rebuild", "keep"] = setting(
         "pin",
         "what a weight update does to running requests; pin: they finish under their weights; rebuild: their KV is "
@@ -212,7 +216,9 @@ class Update:
     )
     correction: Correction = setting(Correction, "off-policy correction; a schedule that runs ahead needs one")
     kl: KL = setting(KL, "KL term against the reference model")
-    precision: Literal["bf16", "fp32"] = setting("bf16", "bf16: float32 weights computed under bfloat16 autocast")
+    precision: Literal["bf16", "fp32", "auto"] = setting(
+        "bf16", "bf16: float32 weights computed under bfloat16 autocast; auto: as for rollout.dtype"
+    )
     zero_stage: Literal[0, 1, 2, 3] = setting(0, "DeepSpeed ZeRO stage")
     checkpoint_every: int = setting(5, "iterations between training checkpoints", unit="iterations", ge=1)
     keep_checkpoints: int = setting(2, "training checkpoints kept", ge=1)

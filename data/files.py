@@ -81,6 +81,12 @@ def _copy(chunks: list[pa.Array], kind: pa.DataType) -> pa.Array:
     return pa.concat_arrays([*chunks, pa.array([], kind)])
 
 
+def map_table(path: Path) -> pa.Table:
+    """The table of a file that this program wrote a moment ago, memory-mapped: it outlives the file's name."""
+    with pa.memory_map(str(path)) as source:
+        return parse(source.read_buffer(), str(path))
+
+
 def parse(buffer: pa.Buffer, what: str) -> pa.Table:
     """The table in the bytes of a file, without a copy. Raises DataError for anything else, a stream too."""
     try:

@@ -61,6 +61,10 @@ class Leases:
         self._leases = {name: _Lease() for name, pool in pools.items() if set(pool.roles) & {"rollout", "train"}}
         self._co_located, self._handover = co_located(pools), handover
 
+    def exclusive(self, pool: str) -> bool:
+        """Whether the pool holds devices, so that its stages wait for each other."""
+        return pool in self._leases
+
     @asynccontextmanager
     async def take(
         self, pool: str, holder: str, clock: Clock, role: Role = "cpu", *, shared: bool = False, urgent: bool = False

@@ -16,7 +16,7 @@ from data.issued import PROMPTS
 from data.refs import DatasetRef, Ref
 from data.store import Store
 from flows.graph import Graph, GraphNode
-from flows.queue import Queue
+from flows.rollout_queue import Queue
 from flows.waits import POOL, QUEUE, UPSTREAM, WEIGHTS
 
 

@@ -1,9 +1,9 @@
 """The schedule of a run before it runs: the declared graph on the declared pools, simulated event by event (SimPy).
 
-The rules are the executor's (flows/schedule.py, flows/queue.py, flows/pools.py). A stage starts when its inputs are
-there, what it follows on in the batch before has ended, and its pool is free; a pool serves one stage at a time, first
-come, first served, but a publish before the others. Engines of a pool are alike, so a batch is one event however many
-there are; its time is given for all of them together.
+The rules are the executor's (flows/schedule.py, flows/rollout_queue.py, flows/pools.py). A stage starts when its inputs
+are there, what it follows on in the batch before has ended, and its pool is free; a pool serves one stage at a time,
+first come, first served, but a publish before the others. Engines of a pool are alike, so a batch is one event however
+many there are; its time is given for all of them together.
 
 *Lag* is the number of updates between the weights a group was generated with and those it trains. The newest
 *committed* version is never ahead of the trainer's, so the lag that the ledger measures is never more.

@@ -5,8 +5,10 @@ The store decides what is finished: a stage whose reference exists is not run ag
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
@@ -15,6 +17,7 @@ from prefect.states import Completed
 from prefect.utilities.annotations import quote
 
 from conf.errors import RatchetError, StageError
+from conf.pools import apart
 from data.crash import crash_point
 from data.issued import PROMPTS, issued_groups
 from data.ledger import Ledger
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from flows.run import Run
 
 Needs = Mapping[str, "asyncio.Task[Ref]"]
+Lease = AbstractAsyncContextManager[None]
 
 
 @task(name="stage", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False, log_prints=False)
@@ -53,13 +57,18 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs, w
             _committed(run, node, iteration, found, window)
             return found, True
         with run.clock(iteration, node) as clock:
-            arriving = _arriving(run, node, iteration, needs, clock)
+            urgent = _urgent(node)
+            role: Role = "publish" if urgent else node.stage.role
+
+            def pool() -> Lease:
+                shared = _shares(run, node)
+                return run.leases.take(node.pool, str(clock), clock, role, shared=shared, urgent=urgent)
+
+            arriving = _arriving(run, node, iteration, needs, clock, pool)
             refs = {} if arriving else await _upstream(run, needs, clock)
             if window:
                 await _through(window, node, iteration, clock)
-            urgent = _urgent(node)
-            role: Role = "publish" if urgent else node.stage.role
-            async with run.leases.take(node.pool, str(clock), clock, role, shared=_shares(run, node), urgent=urgent):
+            async with nullcontext() if arriving else pool():
                 if window:
                     window.began(node, iteration)
                 ref = await _timed(run, node, iteration, refs, clock, arriving)
@@ -104,19 +113,29 @@ def _committed(run: "Run", node: GraphNode, iteration: int, ref: Ref, window: Wi
         window.ended(node, iteration, run.store)
 
 
-def _arriving(run: "Run", node: GraphNode, iteration: int, needs: Needs, clock: Clock) -> Arriving | None:
-    """Where the stage can begin before its input is committed: it needs one rollout, which is not over, and streams."""
+def _arriving(
+    run: "Run", node: GraphNode, iteration: int, needs: Needs, clock: Clock, pool: Callable[[], Lease]
+) -> Arriving | None:
+    """Where the stage can begin before its input is committed: it streams, and needs one rollout, which is not over.
+
+    A stage that needs a pool of its own does so where the engines lose nothing by it.
+    """
     if not node.stage.streams or len(needs) != 1:
         return None
     ((name, rollout),) = needs.items()
-    if run.graph[name].stage.name != "rollout" or rollout.done():
+    engines = run.graph[name]
+    if engines.stage.name != "rollout" or rollout.done():
+        return None
+    beside = node.stage.role == "train" and apart(run.experiment, node.pool, engines.pool)
+    if run.leases.exclusive(node.pool) and not beside:
         return None
 
     async def whole() -> Inputs:
         return await asyncio.to_thread(_read, run, node, await _upstream(run, needs, clock))
 
     stream = run.stream(iteration, name)
-    return Arriving(stream, rollout, lambda: clock.waiting(UPSTREAM, f"for the next group of {name}", on=[name]), whole)
+    waiting = partial(clock.waiting, UPSTREAM, f"for the next group of {name}", on=[name])
+    return Arriving(stream, rollout, waiting, whole, pool)
 
 
 async def _timed(

@@ -11,7 +11,7 @@ checks those before anything starts, and the store checks them again at commit.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,22 +75,28 @@ class GroupStream:
     def __init__(self) -> None:
         self.tail = asyncio.Event()  # no request of the rollout is left unsent: the engines have room
         self.judged = asyncio.Event()  # set at each verdict; whoever waits for it clears it
-        self._waiting: asyncio.Queue[Group] = asyncio.Queue()
+        self._readers: list[asyncio.Queue[Group]] = []
         self._newest: dict[str, Group] = {}
         self._verdicts: dict[str, str] = {}
 
     def put(self, group: Group) -> None:
         """The rollout has the group's last sample."""
         self._newest[group.id] = group
-        self._waiting.put_nowait(group)
+        for reader in self._readers:
+            reader.put_nowait(group)
 
     def take_back(self, group_id: str) -> None:
         """The group is generated again, or not kept: what is found of it no longer counts."""
         self._newest.pop(group_id, None)
         self._verdicts.pop(group_id, None)
 
-    async def get(self) -> Group:
-        return await self._waiting.get()
+    def read(self) -> asyncio.Queue[Group]:
+        """Every group for one more reader: those that are there, and each that comes."""
+        reader: asyncio.Queue[Group] = asyncio.Queue()
+        for group in self._newest.values():
+            reader.put_nowait(group)
+        self._readers.append(reader)
+        return reader
 
     def judge(self, group: Group, dropped: str) -> None:
         """Why the group is not trained; empty: it passes. Of a group that was taken back it says nothing."""
@@ -112,9 +118,11 @@ class Arriving:
         over: asyncio.Future[Any],
         waiting: Callable[[], AbstractContextManager[None]],
         whole: Callable[[], Awaitable["Inputs"]],
+        pool: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        self.judge = stream.judge
-        self._stream, self._over, self._waiting, self._whole = stream, over, waiting, whole
+        self.judge, self.verdict = stream.judge, stream.verdict
+        self.pool = pool  # of a stage of role train, which has the trainer only inside of it
+        self._groups, self._over, self._waiting, self._whole = stream.read(), over, waiting, whole
         self._inputs: Inputs | None = None
 
     async def next(self, working: Set[asyncio.Task[Any]] = frozenset()) -> Group | None:
@@ -122,7 +130,7 @@ class Arriving:
 
         `working`: what the stage does meanwhile. Time in which none of it runs counts as a wait for the rollout.
         """
-        coming = asyncio.ensure_future(self._stream.get())
+        coming = asyncio.ensure_future(self._groups.get())
         try:
             while not (coming.done() or self._over.done()):
                 busy = {task for task in working if not task.done()}
@@ -131,6 +139,12 @@ class Arriving:
             return coming.result() if coming.done() else None
         finally:
             coming.cancel()
+
+    async def batch(self) -> list[Group]:
+        """All complete groups that have come since the last, at least one; none once the rollout has ended."""
+        first = await self.next()
+        more = iter(lambda: None if self._groups.empty() else self._groups.get_nowait(), None)
+        return [first, *more] if first else []
 
     async def whole(self) -> "Inputs":
         """The committed inputs. Raises what a stage upstream raised."""

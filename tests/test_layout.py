@@ -1,6 +1,7 @@
 """The layout of the project: conf <- data <- tasks <- flows, imports only leftwards, and no drawer of odds and ends."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_a_file_says_what_it_holds(file: Path) -> None:
     }
     if file.name != "__init__.py":
         assert ast.get_docstring(ast.parse(file.read_text())), f"{file} has no docstring"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_no_module_has_the_name_of_one_of_pythons_own(file: Path) -> None:
+    """Prefect puts the folder of a flow on `sys.path`, and everything started later inherits it."""
+    assert file.stem not in sys.stdlib_module_names - {"__main__"}
 
 
 def test_the_top_level_is_the_one_agreed() -> None:

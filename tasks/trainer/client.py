@@ -9,7 +9,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import pyarrow as pa
 from conf.errors import CheckpointError, TrainerError
 from conf.pools import pool_devices, pool_with
 from conf.schema import Experiment
+from data.files import map_table, write_table
 from data.package import Probe, Receipt
 from data.refs import DatasetRef
 from tasks.devices import device_environment
@@ -57,7 +59,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Logprobs:
-    table: pa.Table  # column `logprobs`, list<float32>, the dataset's rows and order, after temperature
+    table: pa.Table  # column `logprobs`, list<float32>, the given rows in their order, after temperature
     model: str  # content digest of the reference; empty for the policy
 
 
@@ -145,14 +147,20 @@ class Trainer:
         return Status(**await self._command("status"))
 
     async def logprobs(
-        self, dataset: DatasetRef, model: Literal["policy", "reference"], progress: Progress
+        self, rows: DatasetRef | pa.Table, model: Literal["policy", "reference"], progress: Progress
     ) -> Logprobs:
-        """Log-probabilities of every response token of the dataset."""
-        answer = await self._command("logprobs", progress, dataset=dataset.to_json(), model=model)
+        """Log-probabilities of every response token of a dataset, or of rows that are in none yet.
+
+        A table must have group_id, prompt_ids and response_ids.
+        """
+        if isinstance(rows, DatasetRef):
+            answer = await self._command("logprobs", progress, dataset=rows.to_json(), model=model)
+        else:
+            async with self._rows(rows) as file:
+                answer = await self._command("logprobs", progress, file=str(file), model=model)
         path = Path(answer["path"])
-        with pa.memory_map(str(path)) as source:
-            table = pa.ipc.open_file(source).read_all()
-        path.unlink()  # the mapping keeps it
+        table = map_table(path)
+        path.unlink()
         return Logprobs(table, answer["digest"])
 
     async def update(self, dataset: DatasetRef, number: int, progress: Progress) -> UpdateResult:
@@ -196,6 +204,19 @@ class Trainer:
     async def memory(self) -> dict[str, int]:
         """Free bytes of each GPU that a rank has, as the driver counts them; nothing on a CPU."""
         return self._by_device(await self._command("memory"))
+
+    @asynccontextmanager
+    async def _rows(self, table: pa.Table) -> AsyncIterator[Path]:
+        """The table as a file in the private folder, while the block runs."""
+        if self._folder is None:
+            raise TrainerError(f"logprobs: the trainer does not run{self._log_tail(0)}")
+        handle, name = tempfile.mkstemp(suffix=".arrow", dir=self._folder)
+        os.close(handle)
+        try:
+            await asyncio.to_thread(write_table, table, table.schema, Path(name))
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
 
     def _by_device(self, ranks: Sequence[int]) -> dict[str, int]:
         return dict(zip(self._devices, ranks, strict=True)) if self._spec.device == "cuda" else {}

@@ -10,6 +10,7 @@ import torch
 
 from conf.errors import RatchetError, TrainerError
 from data.crash import crash_point
+from data.files import map_table, write_table
 from data.refs import DatasetRef
 from data.store import Store
 from tasks.trainer import checkpoint
@@ -57,16 +58,20 @@ class Service:
     def _status(self, progress: Progress) -> dict[str, Any]:
         return {"update": self.last["number"], "dataset": self.last["dataset"], "optimizer_step": self.learner.step}
 
-    def _logprobs(self, dataset: dict[str, Any], model: str, progress: Progress) -> dict[str, Any]:
-        samples = self._read(dataset, [])
+    def _logprobs(
+        self, model: str, progress: Progress, dataset: dict[str, Any] | None = None, file: str = ""
+    ) -> dict[str, Any]:
+        if dataset:
+            samples = self._read(dataset, [])
+        else:
+            samples = self.ranks.together(lambda: Samples.from_table(map_table(Path(file))))
         chosen = self.learner.policy if model == "policy" else self.learner.reference()
         values = self.learner.logprobs(chosen, samples, progress)
         path = self.folder / "logprobs.arrow"
         if self.ranks.leader:
             column = pa.ListArray.from_arrays(pa.array(samples.starts, pa.int32()), pa.array(values, pa.float32()))
             table = pa.table({"logprobs": column})
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-                writer.write_table(table)
+            write_table(table, table.schema, path)
         return {"path": str(path), "digest": self.learner.reference_digest if model == "reference" else ""}
 
     def _update(self, dataset: dict[str, Any], number: int, progress: Progress) -> dict[str, Any]:

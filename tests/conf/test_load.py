@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import conf
+from conf import precision
 from conf.errors import ConfigError
 from conf.load import changed, escaped, load, load_experiment, ready_made_graphs
 from conf.schema import Experiment
@@ -226,6 +227,30 @@ def test_a_literal_dollar_brace_survives_saving_and_loading(tmp_path: Path) -> N
     loaded = load_with(tmp_path, r"prompts.system=say \${x} and \\\${y}")
     assert loaded.experiment.prompts.system == r"say ${x} and \${y}"
     assert load(write(tmp_path, loaded.text, "saved.yaml")).experiment == loaded.experiment
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "native"),
+    [
+        ("cpu", "flags\t\t: fpu avx512f avx512_bf16 amx_tile", True),
+        ("cpu", "flags\t\t: fpu avx512f amx_bf16", True),
+        ("cpu", "Features\t: fp asimd bf16", True),
+        ("cpu", "flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("cpu", "model name\t: avx512_bf16", False),
+        ("cuda", "flags\t\t: fpu avx2", True),
+    ],
+)
+def test_auto_is_the_precision_that_the_device_computes(
+    device: str, flags: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
+    monkeypatch.setattr(precision, "CPU_INFO", tmp_path / "cpuinfo")
+    loaded = load_with(tmp_path, f"model.device={device}", "rollout.dtype=auto", "update.precision=auto")
+    chosen = ("bfloat16", "bf16") if native else ("float32", "fp32")
+    assert (loaded.experiment.rollout.dtype, loaded.experiment.update.precision) == chosen
+    assert (loaded.resolved["rollout"]["dtype"], loaded.resolved["update"]["precision"]) == chosen
+    monkeypatch.setattr(precision, "CPU_INFO", tmp_path / "missing")
+    assert load(write(tmp_path, loaded.text, "saved.yaml")).experiment == loaded.experiment  # what was chosen stays
 
 
 def number_settings(declared: Any = Experiment, prefix: str = "") -> list[tuple[str, str, float]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from conf.pools import co_located, device_numbers, devices_needed, pool_devices, pool_with
+from conf.pools import apart, co_located, device_numbers, devices_needed, pool_devices, pool_with
 from flows.graph import load_graph
 from tests.conf.experiments import load_with
 
@@ -13,16 +13,16 @@ CO_LOCATED = ("pools.train=null", "pools.rollout.roles=[rollout,train]")
 
 
 def test_an_override_of_pools_alone_makes_a_ready_made_graph_co_located() -> None:
-    apart = load("conf/tiny_arithmetic.yaml")
+    separate = load("conf/tiny_arithmetic.yaml")
     together = load("conf/tiny_arithmetic.yaml", CO_LOCATED)
-    assert co_located(apart.experiment.pools) == ""
+    assert co_located(separate.experiment.pools) == ""
     assert co_located(together.experiment.pools) == "rollout"
     pools = {node.name: node.pool for node in load_graph(together.experiment)}
     assert pools == {
         "prompts": "cpu", "rollout": "rollout", "reward": "cpu", "reference": "rollout", "advantage": "cpu",
         "update": "rollout", "publish": "rollout", "evaluate": "rollout",
     }  # fmt: skip
-    assert together.digest == apart.digest  # the same run may go on either way
+    assert together.digest == separate.digest  # the same run may go on either way
 
 
 def test_a_pool_that_was_removed_does_not_come_back_with_the_runs_own_settings(tmp_path: Path) -> None:
@@ -67,3 +67,25 @@ def test_on_a_cpu_a_pool_has_the_cores_it_names_and_no_others(tmp_path: Path) ->
     e = load_with(tmp_path, "pools.train.devices=['cpu:1']").experiment
     assert pool_devices(e) == {"rollout": (), "train": ("cpu:1",), "cpu": ()}
     assert devices_needed(e.pools["rollout"], e) == 1
+
+
+PINNED = ("pools.rollout.devices=['cpu:0']", "pools.train.devices=['cpu:1']")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), False),  # neither is pinned: both have every core
+        (PINNED[:1], False),
+        (PINNED, True),
+        (CO_LOCATED, False),
+        (("model.device=cuda",), True),
+        (("rollout.urls=['http://a']",), True),
+    ],
+)
+def test_pools_are_apart_where_neither_takes_cores_or_memory_from_the_other(
+    tmp_path: Path, overrides: tuple[str, ...], expected: bool
+) -> None:
+    e = load_with(tmp_path, *overrides).experiment
+    names = [pool_with(e.pools, role) for role in ("rollout", "train")]
+    assert apart(e, *names) == apart(e, *reversed(names)) == expected

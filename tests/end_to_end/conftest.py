@@ -22,6 +22,7 @@ reward:
   functions:
     letters: {{path: "tests.end_to_end.rewards:letters"}}
 update: {{learning_rate: 1.0e-3}}
+bias: {{max_length: 1, max_reward: 1}}  # drop_short drops by length on purpose
 graph:
   extends: grpo
   drop_short: {{stage: "tests.own_stage:drop_short", needs: [rollout], pool: cpu, options: {{min_tokens: 5}}}}

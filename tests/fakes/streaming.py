@@ -1,4 +1,4 @@
-"""Fake stages `rollout` and `reward` that only come to their end if the second runs beside the first."""
+"""Fake stages: a `rollout` that only comes to its end if another stage beside it judges its groups."""
 
 from data.refs import DatasetRef
 from tasks.stage import Columns, Context, Group, Inputs, Rows, stage
@@ -41,6 +41,21 @@ async def reward(inputs: Inputs, context: Context) -> Columns:
     assert whole.table is not None
     EVENTS.append(f"whole {whole.dataset.stage}")
     return Columns(_table(["response_text"], {"response_text": [""] * whole.table.num_rows}))
+
+
+@stage(consumes=["sample_id"], produces=["finish_reason"], role="train", streams=True)
+async def reference(inputs: Inputs, context: Context) -> Columns:
+    """Takes what has come, and the trainer only for that."""
+    if arriving := inputs.arriving:
+        while groups := await arriving.batch():
+            async with arriving.pool():
+                EVENTS.append(f"computed {' '.join(group.id for group in groups)}")
+            for group in groups:
+                arriving.judge(group, "")
+    whole = await inputs.whole()
+    assert whole.table is not None
+    EVENTS.append(f"whole {whole.table.num_rows}")
+    return Columns(_table(["finish_reason"], {"finish_reason": ["stop"] * whole.table.num_rows}))
 
 
 @stage(consumes=["sample_id"], produces=["response_text"], streams=True)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 from conf.errors import StageError
 from conf.schema import Node
 from flows.pool_time import CAUSES, run_seconds
+from flows.pools import Leases
 from flows.run import RUN, iteration
 from flows.waits import REWARD, UPSTREAM, WEIGHTS
 from tests.fakes.runs import noop_run
@@ -23,9 +26,9 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 @flow(name="noop-run")
-async def noop_flow(folder: str, iterations: int, nodes: dict[str, Any]) -> list[Any]:
+async def noop_flow(folder: str, iterations: int, nodes: dict[str, Any], overrides: Sequence[str] = ()) -> list[Any]:
     """The run flow without services: gives the display's events."""
-    with noop_run(Path(folder), {k: Node(**v) for k, v in nodes.items()}, iterations) as run:
+    with noop_run(Path(folder), {k: Node(**v) for k, v in nodes.items()}, iterations, overrides) as run:
         RUN.set(run)
         for number in run.remaining():
             await iteration(number)
@@ -140,6 +143,46 @@ def test_a_stage_that_streams_works_on_a_group_while_the_rollout_generates_the_n
         assert run.store.find(1, "reward").rows == 4
     assert UPSTREAM in rows["reward"].waits
     assert rows["reward"].started < rows["rollout"].ended < rows["reward"].ended
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_stage_of_the_trainer_streams_where_it_takes_nothing_from_the_engines(
+    tmp_path: Path, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it holds its pool only while it computes."""
+    EVENTS.clear()
+    take = Leases.take
+
+    @asynccontextmanager
+    async def noted(leases: Leases, pool: str, holder: str, *rest: Any, **more: Any) -> AsyncIterator[None]:
+        async with take(leases, pool, holder, *rest, **more):
+            if holder.startswith("reference"):
+                EVENTS.append(f"takes {pool}")
+            yield
+        if holder.startswith("reference"):
+            EVENTS.append(f"leaves {pool}")
+
+    monkeypatch.setattr(Leases, "take", noted)
+    graph = nodes(
+        rollout=STREAMING["rollout"],
+        reference=Node("tests.fakes.streaming:reference", "train", ["rollout"]),
+        # Where nothing else reads the groups, this one judges them.
+        reward=GRAPH["reward"] if pinned else STREAMING["reward"],
+    )
+    pins = ["pools.rollout.devices=[cpu:0]", "pools.train.devices=[cpu:1]"] if pinned else []
+    asyncio.run(noop_flow(str(tmp_path / "a"), 1, graph, pins))
+    lease = ["takes train", "leaves train"]
+    beside = [
+        f"generated {FIRST}", lease[0], f"computed {FIRST}", lease[1],
+        f"generated {SECOND}", lease[0], f"computed {SECOND}", lease[1], "whole 4",
+    ]  # fmt: skip
+    after = [
+        f"generated {FIRST}", f"scored {FIRST}", f"generated {SECOND}", f"scored {SECOND}",
+        "whole rollout", lease[0], "whole 4", lease[1],
+    ]  # fmt: skip
+    assert sorted(EVENTS) == sorted(beside if pinned else after)
+    own = [event for event in EVENTS if event != "whole rollout"]
+    assert own == [event for event in (beside if pinned else after) if event != "whole rollout"]
 
 
 def test_on_resume_a_stage_that_streams_reads_the_rollout_that_was_committed(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class Play:
 
     def __init__(self, world: World, engines: list[Puppet], sampling: GroupSampling, needed: int) -> None:
         self.world, self.engines, self.stream = world, engines, GroupStream()
+        self.complete = self.stream.read()
         self.candidates = [f"i000001-g{g:03d}" for g in range(sampling.candidates(needed))]
         context = world.with_context(stream=self.stream)
         table = prompt_rows(*([3 + g] for g in range(len(self.candidates))))
@@ -58,7 +59,7 @@ class Play:
     async def judge(self, group: int, reason: str) -> Group:
         """End the group, and judge it."""
         self.end(group)
-        found = await self.stream.get()
+        found = await self.complete.get()
         assert found.id == self.candidates[group]
         self.stream.judge(found, reason)
         return found
@@ -191,7 +192,7 @@ def test_a_group_that_is_generated_again_comes_again_and_its_first_verdict_does_
         lost = next(engine for engine in p.engines if engine.asked[0].group == p.candidates[0])
         other = next(engine for engine in p.engines if engine is not lost)
         p.end(0, 9)
-        old = await p.stream.get()
+        old = await p.complete.get()
         p.stream.judge(old, "")
         await p.judge(1, "")
         lost.alive = False  # found out when the batch closes
@@ -199,7 +200,7 @@ def test_a_group_that_is_generated_again_comes_again_and_its_first_verdict_does_
         assert [asked.group for asked in other.asked] == [p.candidates[0]] * 2
         p.stream.judge(old, "")
         p.end(0, 6)
-        new = await p.stream.get()
+        new = await p.complete.get()
         assert (new.id, new is old) == (old.id, False)
         assert old.read()["response_ids"].to_pylist() == [[9], [9]]
         assert new.read()["response_ids"].to_pylist() == [[6], [6]]
@@ -429,8 +430,9 @@ def test_whatever_comes_in_whatever_order_the_batch_is_exact_bounded_and_account
 
 
 async def _read(stream: GroupStream, into: list[Group]) -> None:
+    groups = stream.read()
     while True:
-        into.append(await stream.get())
+        into.append(await groups.get())
 
 
 def test_an_evaluation_takes_every_prompt_whatever_is_sampled_for_training() -> None:

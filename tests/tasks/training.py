@@ -18,6 +18,7 @@ from torch import distributed as dist
 from conf.errors import TrainerError
 from conf.schema import KL, Experiment, Model, Pool, Rollout, Update
 from data.columns import COLUMNS
+from data.files import map_table, write_table
 from data.package import Probe, Receipt
 from data.refs import DatasetRef
 from data.store import Facts, Store
@@ -132,11 +133,15 @@ class Local:
     def update(self, ref: DatasetRef, number: int) -> dict[str, Any]:
         return self.service.execute("update", {"dataset": ref.to_json(), "number": number}, quiet)
 
-    def logprobs(self, ref: DatasetRef, model: str) -> tuple[list[list[float]], str]:
-        answer = self.service.execute("logprobs", {"dataset": ref.to_json(), "model": model}, quiet)
+    def logprobs(self, rows: DatasetRef | pa.Table, model: str) -> tuple[list[list[float]], str]:
+        if isinstance(rows, DatasetRef):
+            what: dict[str, Any] = {"dataset": rows.to_json()}
+        else:
+            what = {"file": str(self.folder / "rows.arrow")}
+            write_table(rows, rows.schema, Path(what["file"]))
+        answer = self.service.execute("logprobs", {**what, "model": model}, quiet)
         dist.barrier()  # rank 0 writes it
-        with pa.memory_map(answer["path"]) as source:
-            return pa.ipc.open_file(source).read_all()["logprobs"].to_pylist(), answer["digest"]
+        return map_table(Path(answer["path"]))["logprobs"].to_pylist(), answer["digest"]
 
     def export(self, staging: Path, dtype: str = "float32", probe_ids: Sequence[int] = (1, 2, 3)) -> dict[str, Any]:
         staging.mkdir(parents=True, exist_ok=True)
@@ -170,8 +175,8 @@ class InProcess:
         receipts = tuple(Receipt.from_json(receipt) for receipt in answer["receipts"])
         return Export(receipts, answer["tied"], Probe.from_json(answer["probe"]))
 
-    async def logprobs(self, dataset: DatasetRef, model: str, progress: Progress) -> Logprobs:
-        values, digest = self.local.logprobs(dataset, model)
+    async def logprobs(self, rows: DatasetRef | pa.Table, model: str, progress: Progress) -> Logprobs:
+        values, digest = self.local.logprobs(rows, model)
         return Logprobs(pa.table({"logprobs": pa.array(values, pa.list_(pa.float32()))}), digest)
 
     async def checkpoint(self, folder: Path, facts: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.queue import Queue
+from flows.rollout_queue import Queue
 
 
 def inside(body: Callable[[], None]) -> None:
