@@ -34,6 +34,7 @@ ui: $(VENV)/run ## serve the Prefect UI over past and present runs on http://127
 	$(BIN)/ratchet ui
 
 clean: ## delete runs and caches; models and .venv stay
+	chmod -R u+w runs 2>/dev/null || true # weight packages are read-only
 	rm -rf runs .pytest_cache .hypothesis .mypy_cache .ruff_cache build *.egg-info
 
 $(BIN)/python:

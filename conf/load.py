@@ -28,9 +28,21 @@ from conf.source import Located, dotted, dump, kind, parse, plain, read, show_pa
 GRAPHS = Path(__file__).parent / "graph"
 NAMED = (("pools",), ("graph",), ("reward", "functions"))  # mappings whose entries null removes
 MAX_LINES, MAX_LINE = 20, 500  # of an error: problems, and characters of one
-# May differ when a run continues, with all below them: it may be extended and moved, and take other devices. Those
-# change where and how fast, not what is computed; sums in another order are rounded differently.
-FREE = ("name", "iterations", "runs_dir", "pools", "update.zero_stage")
+# May differ when a run continues, with all below them: it may be extended and moved, take other devices, keep less on a
+# full disk, warn later. Those change where, how fast and for how long, not what is computed; sums in another order are
+# rounded differently.
+FREE = (
+    "name",
+    "iterations",
+    "runs_dir",
+    "pools",
+    "update.zero_stage",
+    "update.checkpoint_every",
+    "update.keep_checkpoints",
+    "publish.keep_versions",
+    "schedule.stall_timeout_s",
+    "bias",
+)
 
 
 @dataclass(frozen=True)

@@ -389,7 +389,9 @@ class Ledger:
         """Raises DataError for a number never allocated."""
         rows = self._select(VersionRow, "versions, (SELECT run FROM run)", "WHERE number = ?", (number,))
         if not rows:
-            raise DataError(f"version {number} is not in the ledger")
+            (newest,) = self._db.execute("SELECT max(number) FROM versions").fetchone()
+            there = "it has none" if newest is None else f"its newest is {newest}"
+            raise DataError(f"version {number} is not in the ledger: {there}")
         return rows[0]
 
     def versions(self) -> list[VersionRow]:

@@ -152,9 +152,10 @@ def _experiment(parser: argparse.ArgumentParser, nargs: str | None = None) -> No
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run an experiment. Without --run or --new it continues the newest unfinished run of the experiment.
+    """Run an experiment. Without --run or --new it continues the experiment's newest run, unless that is finished.
 
-    Uses the Prefect server of PREFECT_API_URL; without one it starts its own for the time of the run.
+    Uses the Prefect server of PREFECT_API_URL or of the active Prefect profile; without one it starts its own for the
+    time of the run. More iterations for a finished run: --run NAME --iterations N
     """
     from flows.launch import run_here
 

@@ -10,17 +10,16 @@ from prefect.exceptions import TerminationSignal
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
-from conf.load import load
 from flows.display import Terminal
-from flows.opening import DISPLAY, choose_run, next_free_name
-from flows.prefect_server import HOME, prefect_server
+from flows.opening import DISPLAY, choose_run, load_run, next_free_name
+from flows.prefect_server import HOME, own_server, prefect_server
 from flows.preflight import preflight
 from flows.show import print_summary, read_report
 
 
 def run_here(experiment: str, overrides: Sequence[str], iterations: int | None, name: str | None, *, new: bool) -> int:
     """Run or continue; gives the exit code. Everything started here has ended when it returns."""
-    loaded = load(experiment, overrides)
+    loaded = load_run(experiment, overrides, iterations)
     preflight(loaded)  # again in the flow, where workers start; here so that a mistake costs no server start
     name = next_free_name(loaded) if new else choose_run(loaded, name).name
     folder = Path(loaded.experiment.runs_dir) / name
@@ -32,10 +31,12 @@ def run_here(experiment: str, overrides: Sequence[str], iterations: int | None, 
             asyncio.run(_flow(experiment, list(overrides), iterations, name, HOME / "flow.log"))
     except (KeyboardInterrupt, asyncio.CancelledError, TerminationSignal):  # the last is Prefect's for SIGTERM
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more Ctrl-C would kill the interpreter while it exits
-        console.print(f"stopped; the same command continues {folder}", markup=False)
+        how = f"the same command with --run {name} instead of --new" if new else "the same command"
+        console.print(f"stopped; {how} continues {folder}", markup=False)
         return 130
     print_summary(read_report(str(folder)), console)
-    console.print("Prefect UI later:  make ui   (or: ratchet ui), then open http://127.0.0.1:4200", markup=False)
+    if not own_server():
+        console.print("Prefect UI later:  make ui   (or: ratchet ui), then open http://127.0.0.1:4200", markup=False)
     return 0
 
 

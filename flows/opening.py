@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from conf.errors import RunError
+from conf.errors import ConfigError, RunError
 from conf.load import Loaded, changed, load
 from conf.pools import co_located
 from conf.schema import Experiment
@@ -173,8 +173,7 @@ async def open_run(
 ) -> AsyncIterator[Run]:
     """Load, check, lock, claim devices, start the services, recover; on leaving stop those, whatever happened."""
     began = time.time()
-    given = [*overrides, *([f"iterations={iterations}"] if iterations is not None else [])]
-    loaded = load(experiment, given)
+    loaded = load_run(experiment, overrides, iterations)
     graph = await asyncio.to_thread(preflight, loaded)
     display = DISPLAY.get() or Quiet()
     for warning in loaded.warnings:
@@ -224,8 +223,15 @@ def co_located_handover(experiment: Experiment, services: Services, ledger: Ledg
     return Handover(services.engines, services.trainer, services.offloaded, ledger, experiment, prove)
 
 
+def load_run(experiment: str, overrides: Sequence[str], iterations: int | None) -> Loaded:
+    """The experiment; `iterations` replaces its own."""
+    if iterations is not None and iterations < 1:
+        raise ConfigError(f"iterations must be >= 1, got {iterations}")
+    return load(experiment, [*overrides, *([f"iterations={iterations}"] if iterations is not None else [])])
+
+
 def choose_run(loaded: Loaded, name: str | None) -> Path:
-    """The named run; else the newest unfinished run of this experiment; else the next free number."""
+    """The named run; else the newest run of this experiment if it is not finished; else the next free number."""
     runs = Path(loaded.experiment.runs_dir)
     if name:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):

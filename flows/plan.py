@@ -1,5 +1,6 @@
 """`ratchet plan`: what an experiment would do, before anything starts; with --simulate, how long it would take."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -18,10 +19,11 @@ from flows.simulate import HAND_OVER
 from flows.stage_times import OUTSIDE, PastRun
 
 PER_STEP = "samples per optimizer step"  # a ratio: it has no sum over the run
+VERSIONS = "weight versions published, at most"  # schedule.publish_every leaves iterations out
 
 
 def print_plan(loaded: Loaded, console: Console) -> None:
-    """Check everything and print graph, pools, counts with their units, warnings and the resolved settings."""
+    """Check everything and print graph, pools, counts with their units, the resolved settings and warnings."""
     experiment = loaded.experiment
     graph = preflight(loaded)
     console.print(f"{experiment.name}: {experiment.iterations} iterations, config {loaded.digest[:12]}", markup=False)
@@ -30,10 +32,10 @@ def print_plan(loaded: Loaded, console: Console) -> None:
     for line in _hand_overs(graph, experiment):
         console.print(line, markup=False)
     console.print(_count_table(experiment))
-    for warning in loaded.warnings:
-        console.print(f"warning: {warning}", markup=False, style="yellow")
     console.print("resolved settings")
     console.print(Syntax(loaded.text, "yaml", background_color="default", word_wrap=True))
+    for warning in loaded.warnings:  # last, where they are seen
+        console.print(f"warning: {warning}", markup=False, style="yellow")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -93,7 +95,10 @@ def _hand_overs(graph: Graph, experiment: Experiment) -> Iterator[str]:
 def _count_table(experiment: Experiment) -> Table:
     table = _table("derived counts", "count", "per iteration", "per run", "unit")
     for name, count, unit in derived_counts(experiment):
-        per_run = "" if name == PER_STEP else f"{count * experiment.iterations:,}"
+        times = experiment.iterations
+        if name == VERSIONS:
+            times = math.ceil(times / experiment.schedule.publish_every)
+        per_run = "" if name == PER_STEP else f"{count * times:,}"
         table.add_row(name, f"{count:,}", per_run, unit)
     return table
 
@@ -112,7 +117,7 @@ def derived_counts(experiment: Experiment) -> Iterator[tuple[str, int, str]]:
     yield f"reward calls{bound}", generated * len(experiment.reward.functions), "calls"
     yield "optimizer steps", steps, "optimizer steps"
     yield PER_STEP, samples // experiment.update.mini_batches, "samples"
-    yield "weight versions published", 1, "versions"
+    yield VERSIONS, 1, "versions"
 
 
 # -- the simulation

@@ -33,7 +33,7 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.executable, [sys.executable, "-m", "prefect", *sys.argv[2:]])
 """
 
-# Measured, see PREFECT.md of the design: without the recorder settings a burst of tasks held a flow's end for 34 s,
+# Measured: without the recorder settings a burst of tasks held a flow's end for 34 s,
 # and in-memory leases stay taken over a restart.
 SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -43,6 +43,13 @@ SETTINGS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",  # cut to whole seconds: 0.5 is a busy loop
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
 }
+
+
+def own_server() -> str:
+    """URL of the server that PREFECT_API_URL or the active Prefect profile names; empty where none does."""
+    from prefect.settings import PREFECT_API_URL
+
+    return str(PREFECT_API_URL.value() or "")
 
 
 @contextmanager
@@ -55,12 +62,12 @@ def prefect_server(say: Callable[[str], None] = lambda text: None) -> Iterator[s
     from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    if configured := PREFECT_API_URL.value():
-        with _answering(str(configured)):
+    if configured := own_server():
+        with _answering(configured):
             with get_client(sync_client=True) as client:
                 if error := client.api_healthcheck():
                     raise error
-            yield str(configured)
+            yield configured
         return
     say(f"starting a Prefect server ({HOME}) ...")
     port = _free_port()

@@ -38,7 +38,8 @@ async def rl_run(
     experiment: the YAML file.
     overrides: settings that replace the file's, like `rollout.temperature=0.7`.
     iterations: RL iterations; replaces the file's.
-    run: name of a run to start or to continue; empty: the newest unfinished run of this experiment, else a new one.
+    run: name of a run to start or to continue; empty: the newest run of this experiment if it is not finished, else a
+        new one.
     """
     async with open_run(experiment, overrides or [], iterations, run) as opened:
         RUN.set(opened)

@@ -80,7 +80,7 @@ def print_summary(report: Report, console: Console) -> None:
     names = ["throughput/effective_samples_per_s", "mismatch/logprob_abs_diff", "actor/approx_kl", "off_policy/lag_max"]
     for name in names:
         if values := [(v[name], t) for v, t in zip(report.history.values(), tokens, strict=True) if name in v]:
-            console.print(f"{name:36} {aggregate(name, *map(list, zip(*values, strict=True))):.4f}", markup=False)
+            console.print(f"{name:36} {aggregate(name, *map(list, zip(*values, strict=True))):.4g}", markup=False)
     console.print(f"{'groups':36} " + ", ".join(f"{n} {c}" for n, c in report.groups.items()), markup=False)
     console.print(f"{'data':36} {report.folder}/data (Arrow), {report.folder}/metrics.parquet", markup=False)
     console.print(f"{'weights, checkpoints, logs':36} {report.folder}/{{weights,checkpoints,logs}}", markup=False)
@@ -89,9 +89,11 @@ def print_summary(report: Report, console: Console) -> None:
 def _curve(report: Report) -> Table:
     rewards = {n: v["reward/mean"] for n, v in sorted(report.history.items()) if "reward/mean" in v}
     top = max([abs(r) for r in rewards.values()] + [1e-9])
-    table = Table("iter", "reward/mean", "", title="reward", title_justify="left", box=None, show_header=False)
+    evaluated = {n: f"eval {v['eval/reward/mean']:.3f}" for n, v in report.history.items() if "eval/reward/mean" in v}
+    table = Table("iter", "reward/mean", "", "", title="reward", title_justify="left", box=None, show_header=False)
     for number, reward in rewards.items():
-        table.add_row(str(number), f"{reward:.3f}", "█" * max(0, round(BAR * reward / top)))
+        bar = "█" * max(0, round(BAR * reward / top))
+        table.add_row(str(number), f"{reward:.3f}", bar, evaluated.get(number, ""))
     return table
 
 

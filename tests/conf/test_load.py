@@ -207,6 +207,8 @@ def test_the_digest_ignores_only_what_may_change_within_a_run(tmp_path: Path) ->
     assert load_with(tmp_path, "iterations=99", "name=y", "runs_dir=/tmp/z").digest == first.digest
     assert load_with(tmp_path, "pools.train.ranks=2", "update.zero_stage=3").digest == first.digest
     assert load_with(tmp_path, "pools.train.threads=1", "pools.rollout.engines=2").digest == first.digest
+    on_a_full_disk = ("publish.keep_versions=3", "update.keep_checkpoints=1", "update.checkpoint_every=9")
+    assert load_with(tmp_path, *on_a_full_disk, "bias.max_length=0.5").digest == first.digest
     for other in ("seed=1", "update.learning_rate=1", "update.warmup_steps=7", "rollout.sglang.tp_size=2"):
         assert load_with(tmp_path, other).digest != first.digest
     assert load_with(tmp_path, text="seed: 0 # the default\n").digest == first.digest

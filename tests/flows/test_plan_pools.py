@@ -38,3 +38,16 @@ def test_the_same_file_both_ways_by_an_override_of_pools_alone(
     assert "1 SGLang server(s) on cpu, float32; 1 DeepSpeed rank(s), ZeRO 0, fp32" in row
     assert "cpu:0" in row
     assert "rollout, reference, update, publish, evaluate" in row
+
+
+def test_a_publish_interval_lowers_the_count_of_published_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    model = make_tiny_model(tmp_path / "tiny", say=lambda text: None)
+    ahead = ["schedule.kind=async", "schedule.max_lag=3", "update.correction.kind=ratio", "evaluate.every=0"]
+    shown = planned(
+        capsys, "conf/tiny_arithmetic.yaml", f"model.path={model}", *ahead, "schedule.publish_every=2", "iterations=7"
+    )
+    (row,) = [line for line in shown.splitlines() if "weight versions published" in line]
+    assert row.split()[-3:] == ["1", "4", "versions"]  # after iterations 2, 4, 6 and the last

@@ -23,3 +23,15 @@ def test_the_time_of_each_pool_stands_under_it_and_adds_up_to_wall_time() -> Non
         ["weights", "8.0", "20%", "0.0", "0%"],
         ["wall", "40.0", "40.0"],
     ]
+
+
+def test_an_evaluation_stands_beside_the_reward_of_its_iteration() -> None:
+    history = {
+        1: {"time/iteration": 3.0, "reward/mean": 0.25},
+        2: {"time/iteration": 3.0, "reward/mean": 0.5, "eval/reward/mean": 0.625, "actor/approx_kl": 2.4e-12},
+    }
+    with (console := Console(width=80)).capture() as captured:
+        print_summary(Report(Path("runs/r"), "finished", history, [], [], {}, 2, {}), console)
+    lines = [line.split() for line in captured.get().splitlines()]
+    first = lines.index(["reward"])
+    assert lines[first + 1 : first + 3] == [["1", "0.250", "█" * 15], ["2", "0.500", "█" * 30, "eval", "0.625"]]
