@@ -111,13 +111,13 @@ class GroupSampling:
     )
     max_rounds: int = setting(
         4,
-        "prompts that an iteration may send, in first rounds: at most so many times the groups it starts with",
+        "an iteration sends at most this many times the prompts of its first round",
         unit="rounds",
         ge=1,
     )
     on_exhausted: Literal["fail", "train_fewer"] = setting(
         "fail",
-        "what happens when all of them are sent and too few groups have passed; train_fewer: those that passed are "
+        "what happens when all of these are sent and too few groups have passed; train_fewer: those that passed are "
         "trained, and only an iteration without any stops the run",
     )
     oversample: float = setting(1.0, "groups started for each group needed", ge=1, le=16)
@@ -259,7 +259,7 @@ class Schedule:
     max_lag: int = setting(
         0,
         "async: updates at most between the weights that generated a response's first token and those it trains; "
-        "0 where the kind says it (sync 0, one_step_off 1)",
+        "leave 0 for sync and one_step_off, whose lag is fixed at 0 and 1",
         unit="updates",
         ge=0,
     )
@@ -268,7 +268,7 @@ class Schedule:
     )
     queue_groups: int = setting(
         0,
-        "groups issued and not yet taken by an update, at most; 0: as many batches as max_lag lets run ahead, and one",
+        "groups issued and not yet taken by an update, at most; 0: those of max_lag + 1 batches (one_step_off: 2)",
         unit="groups",
         ge=0,
     )

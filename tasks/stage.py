@@ -4,8 +4,8 @@ A stage is an async function of its inputs and a `Context`. It declares the colu
 checks those before anything starts, and the store checks them again at commit.
 
     @stage(consumes=["response_ids"], output="selection")
-    async def drop_short(rows: Rows, context: Context, *, min_tokens: int = 2) -> Selection:
-        lengths = pc.list_value_length(rows.table["response_ids"])
+    async def drop_short(inputs: Inputs, context: Context, *, min_tokens: int = 2) -> Selection:
+        lengths = pc.list_value_length(inputs.table["response_ids"])
         ...
 """
 
@@ -38,7 +38,7 @@ Produced = Sequence[str | Column] | Callable[[Experiment], Sequence[str | Column
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage may use. Built once a run; `iteration`, `policy` and `key` change."""
+    """What a stage may use. Made for each stage of each iteration."""
 
     experiment: Experiment
     run_dir: Path

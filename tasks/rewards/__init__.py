@@ -12,5 +12,5 @@ class RewardInput:
     response: str  # the decoded response, without the end token
     answer: str  # the reference answer
     data: dict[str, Any]  # whatever else the prompt source knows; each call has a copy of its own
-    finish_reason: str  # stop, or length where the response was cut off
+    finish_reason: str  # stop; length or deadline where the response was cut off
     tokens: int  # length of the response in tokens
