@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("run", help="the run's folder")
     fsck.set_defaults(command=_fsck)
 
-    gc = commands.add_parser("gc", help="delete what a run needs no more", description=_gc.__doc__)
+    gc = commands.add_parser("gc", help="delete what a run no longer needs", description=_gc.__doc__)
     _maintained(gc, "print what would go, delete nothing")
     gc.set_defaults(command=_gc)
 
@@ -282,7 +282,7 @@ def _fsck(args: argparse.Namespace) -> int:
 
 
 def _gc(args: argparse.Namespace) -> int:
-    """Delete weights, checkpoints and data that a run needs no more, and print the bytes each frees.
+    """Delete weights, checkpoints and data that a run no longer needs, and print the bytes each frees.
 
     Kept are the newest publish.keep_versions committed versions, evaluated and leased ones, the newest
     update.keep_checkpoints checkpoints, and every dataset. Weights and data go in two passes: the first call marks
@@ -298,7 +298,8 @@ def _gc(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     """Say what a killed run left behind and repair what is safe: flow runs, stages and slots of it in Prefect.
 
-    Uses the Prefect server of PREFECT_API_URL; without one it starts the managed one. Exit code 1 if something is left.
+    Uses the Prefect server of PREFECT_API_URL or of the active Prefect profile; without one it starts the managed one.
+    Exit code 1 if something is left.
     """
     from rich.console import Console
 

@@ -33,7 +33,7 @@ def _look(folder: Path, console: Console) -> list[Finding]:
 
 
 def collect_garbage(run: str, console: Console, *, dry_run: bool) -> int:
-    """Print and, unless `dry_run`, remove what the run needs no more; 1 where data objects could not be looked at.
+    """Print and, unless `dry_run`, remove what the run no longer needs; 1 where data objects could not be looked at.
 
     Raises RunError where a process has the run.
     """
