@@ -378,7 +378,7 @@ def _schedule(experiment: Experiment) -> Iterator[Problem]:
             f"must be declared, since schedule.kind {schedule.kind} trains on data that is up to {schedule.lag_limit} "
             "update(s) old: ratio (the clipped ratio to the behaviour policy), tis or mis, got 'none'",
         )
-    if experiment.evaluate.every % schedule.publish_every:
+    if schedule.kind == "async" and experiment.evaluate.every % schedule.publish_every:
         yield (
             "evaluate.every",
             f"must be a multiple of schedule.publish_every {schedule.publish_every}, since only published weights are "
@@ -429,6 +429,8 @@ def _idle(experiment: Experiment) -> Iterator[Problem]:
     if not e.schedule.ahead:
         for name in ("queue_groups", "queue_tokens"):
             yield f"schedule.{name}", "schedule.kind is sync: one batch at a time"
+    else:
+        yield from _idle_queue(e)
     if e.evaluate.every == 0:
         for name in ("prompts", "samples_per_prompt", "temperature"):
             yield f"evaluate.{name}", "evaluate.every is 0"
@@ -439,6 +441,19 @@ def _idle(experiment: Experiment) -> Iterator[Problem]:
     used = {pool for node in e.graph.values() for pool in pools_meant(e.pools, node.pool)}
     for name, pool in e.pools.items():
         yield from _idle_pool(name, pool, name in used, e)
+
+
+def _idle_queue(experiment: Experiment) -> Iterator[Problem]:
+    """Of the lag limit and the queue's bound in groups each lets some batches run ahead: the smaller one decides."""
+    schedule, batch = experiment.schedule, experiment.sampling.candidates(experiment.prompts.per_iteration)
+    ahead, most = schedule.lag_limit, (schedule.lag_limit + 1) * batch
+    held = schedule.queue_groups // batch
+    if schedule.queue_groups >= most:
+        reason = f"a lag of at most {ahead} lets no more than {most} groups be there ({ahead + 1} batches of {batch})"
+        yield "schedule.queue_groups", reason
+    elif 0 < held < ahead and schedule.publish_every == 1:
+        reason = f"schedule.queue_groups {schedule.queue_groups} has room for {held} batch(es) of {batch}"
+        yield "schedule.max_lag", f"{reason}, so no sample gets more than {held} update(s) old"
 
 
 def _idle_pool(name: str, pool: Pool, used: bool, experiment: Experiment) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
@@ -14,7 +15,7 @@ from conf.pools import co_located, pool_devices
 from conf.schema import Experiment
 from flows.forecast import COMPARED, Case, Costs, Forecast, recommend, schedule_text, waits
 from flows.graph import CHECKPOINT, Graph
-from flows.preflight import preflight
+from flows.preflight import crowded, preflight
 from flows.simulate import HAND_OVER
 from flows.stage_times import OUTSIDE, PastRun
 
@@ -29,13 +30,13 @@ def print_plan(loaded: Loaded, console: Console) -> None:
     console.print(f"{experiment.name}: {experiment.iterations} iterations, config {loaded.digest[:12]}", markup=False)
     console.print(_graph_table(graph, experiment))
     console.print(_pool_table(graph, experiment))
-    for line in _hand_overs(graph, experiment):
-        console.print(line, markup=False)
+    for line in (_schedule_line(experiment), *_hand_overs(graph, experiment)):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(_count_table(experiment))
     console.print("resolved settings")
     console.print(Syntax(loaded.text, "yaml", background_color="default", word_wrap=True))
-    for warning in loaded.warnings:  # last, where they are seen
-        console.print(f"warning: {warning}", markup=False, style="yellow")
+    for warning in [*loaded.warnings, *crowded(experiment)]:  # last, where they are seen
+        console.print(f"warning: {warning}", markup=False, style="yellow", soft_wrap=True)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -74,6 +75,15 @@ def _pool_table(graph: Graph, experiment: Experiment) -> Table:
         cores = "" if pool.roles == ["cpu"] else "any core"
         table.add_row(name, held, ", ".join(devices[name]) or cores, str(pool.threads or "all"), stages)
     return table
+
+
+def _schedule_line(experiment: Experiment) -> str:
+    """With what the settings leave to the schedule."""
+    schedule = experiment.schedule
+    if schedule.ahead and not schedule.queue_groups:
+        batch = experiment.sampling.candidates(experiment.prompts.per_iteration)
+        schedule = replace(schedule, queue_groups=(schedule.lag_limit + 1) * batch)
+    return f"schedule: {schedule_text(schedule)}"
 
 
 def _hand_overs(graph: Graph, experiment: Experiment) -> Iterator[str]:
@@ -228,6 +238,10 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
         yield "co-located pools hand over in no time (--hand-over)"
     if OUTSIDE in costs.times:
         yield "what is spent outside stages is the same under every schedule"
+    if forecast.experiment.schedule.ahead:
+        yield "a rollout begins when the one before has ended; a run begins it in that one's tail already"
+    if forecast.experiment.rollout.kv_policy != "pin":
+        yield "a publish waits for the rollout under way, as under rollout.kv_policy pin"
     if forecast.experiment.schedule.queue_tokens:
         yield "each response takes rollout.max_new_tokens of schedule.queue_tokens, also once it is generated"
     if forecast.experiment.model.device == "cpu":

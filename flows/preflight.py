@@ -1,11 +1,12 @@
 """What can be known to be wrong before anything is started: used by `plan`, by `run` and by a worker's run alike."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from conf.errors import ConfigError
 from conf.load import Loaded
-from conf.pools import device_numbers, pool_devices
+from conf.pools import device_numbers, devices_used, pool_devices
 from conf.schema import Experiment
 from data.model_files import check_model
 from data.prompts import PromptSource, open_prompts
@@ -39,12 +40,30 @@ def _check_devices(loaded: Loaded) -> None:
         if not devices:
             continue
         there, what = _devices_here(experiment.model.device)
-        for index, device in enumerate(devices):
-            if device_numbers([device])[0] not in there:
-                given = f"devices[{index}]" if experiment.pools[name].devices else "devices"
-                known = ", ".join(f"{experiment.model.device}:{number}" for number in sorted(there)) or "none"
-                field = f"pools.{name}.{given}"
-                raise ConfigError(f"{loaded.place(field)}: {field} must be {what} ({known}), got {device}")
+        known = ", ".join(f"{experiment.model.device}:{number}" for number in sorted(there)) or "none"
+        missing = [n for n, number in enumerate(device_numbers(devices)) if number not in there]
+        if missing and not experiment.pools[name].devices:
+            raise ConfigError(
+                f"{loaded.place('model.device')}: model.device is cuda, so pool {name} needs {len(devices)} of the "
+                f"{what} beside those of other pools, got {known}"
+            )
+        if missing:
+            field = f"pools.{name}.devices[{missing[0]}]"
+            raise ConfigError(f"{loaded.place(field)}: {field} must be {what} ({known}), got {devices[missing[0]]}")
+
+
+def crowded(experiment: Experiment) -> Iterator[str]:
+    """What has more processes or threads than it has cores, on a CPU: it runs, and slowly."""
+    if experiment.model.device != "cpu":
+        return
+    for name, pool in experiment.pools.items():
+        engines, ranks = devices_used(pool, experiment)
+        cores = len(pool.devices) or len(os.sched_getaffinity(0))
+        for field, processes in (("engines", 0 if experiment.rollout.urls else engines), ("ranks", ranks)):
+            wanted = processes * max(pool.threads, 1)
+            if wanted > cores:
+                each = f" of {pool.threads} threads" if pool.threads > 1 else ""
+                yield f"pools.{name}.{field}: {processes} process(es){each} share {cores} core(s): they slow each other"
 
 
 def _devices_here(kind: str) -> tuple[set[int], str]:

@@ -265,6 +265,15 @@ def test_a_stage_of_ones_own_may_produce_the_reference(tmp_path: Path) -> None:
             ["update.correction={kind: ratio, high: 3}"],
             "update.correction.high has no effect: update.correction",
         ),
+        (
+            ["schedule={kind: async, max_lag: 4, queue_groups: 40}", "update.correction.kind=ratio"],
+            "schedule.queue_groups has no effect: a lag of at most 4 lets no more than 40 groups be there",
+        ),
+        (
+            ["schedule={kind: async, max_lag: 4, queue_groups: 23}", "update.correction.kind=ratio"],
+            "schedule.max_lag has no effect: schedule.queue_groups 23 has room for 2 batch(es) of 8, so no sample gets "
+            "more than 2 update(s) old",
+        ),
         (["rollout.accept_stale_kv=true"], "rollout.accept_stale_kv has no effect: rollout.kv_policy is pin"),
         (["pools.gpu={roles: [cpu]}"], "pools.gpu has no effect: no node of the graph runs in it"),
         (["pools.rollout.memory_share=0.5"], "pools.rollout.memory_share has no effect: model.device is cpu, where"),
@@ -283,6 +292,12 @@ def test_an_option_without_effect_is_told_with_its_place(tmp_path: Path, overrid
     place, found, _ = warning.partition(message)
     assert found
     assert place in (f"override {overrides[0]!r}: ", f"{tmp_path}/x.yaml: ")  # the file: what is wrong is a default
+
+
+@pytest.mark.parametrize("queue", [32, 39])
+def test_a_queue_between_the_lag_and_one_batch_more_is_no_mistake(tmp_path: Path, queue: int) -> None:
+    settings = f"schedule={{kind: async, max_lag: 4, queue_groups: {queue}}}"
+    assert load_with(tmp_path, settings, "update.correction.kind=ratio").warnings == ()
 
 
 def test_the_ready_made_graph_does_not_ask_for_evaluation(tmp_path: Path) -> None:

@@ -273,7 +273,11 @@ def test_runs_that_see_other_gpus_claim_them_by_the_machines_names(
     ("overrides", "message"),
     [
         (["pools.train.devices=['cpu:0', 'cpu:7']"], r"devices\[1\] must be cores that this process may use \(cpu:0, "),
-        (["model.device=cuda"], r"pools\.rollout\.devices must be GPUs that this process sees \(none\), got cuda:0"),
+        (
+            ["pools.train.threads=1", "model.device=cuda"],
+            r"override 'model\.device=cuda': model\.device is cuda, so pool rollout needs 1 of the GPUs that this "
+            "process sees beside those of other pools, got none",
+        ),
     ],
 )
 def test_devices_that_this_machine_lacks_are_refused_before_anything_starts(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from flows import preflight
 from flows.cli import main
 from tasks.models import make_tiny_model
 
@@ -49,5 +50,19 @@ def test_a_publish_interval_lowers_the_count_of_published_versions(
     shown = planned(
         capsys, "conf/tiny_arithmetic.yaml", f"model.path={model}", *ahead, "schedule.publish_every=2", "iterations=7"
     )
+    assert "schedule: async, lag <= 3, publish every 2, queue 16 groups" in shown  # 4 batches of 4
     (row,) = [line for line in shown.splitlines() if "weight versions published" in line]
     assert row.split()[-3:] == ["1", "4", "versions"]  # after iterations 2, 4, 6 and the last
+
+
+def test_more_processes_than_cores_are_told_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight.os, "sched_getaffinity", lambda pid: {0, 1})
+    model = make_tiny_model(tmp_path / "tiny", say=lambda text: None)
+    crowded = ["pools.train.ranks=3", "pools.rollout={engines: 2, threads: 2}"]
+    shown = planned(capsys, "conf/tiny_arithmetic.yaml", f"model.path={model}", *crowded)
+    assert shown.splitlines()[-2:] == [
+        "warning: pools.rollout.engines: 2 process(es) of 2 threads share 2 core(s): they slow each other",
+        "warning: pools.train.ranks: 3 process(es) share 2 core(s): they slow each other",
+    ]
