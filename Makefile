@@ -15,7 +15,7 @@ run: $(VENV)/run $(MODEL) ## run the demo (EXPERIMENT=conf/x.yaml for another); 
 	$(BIN)/ratchet run $(EXPERIMENT)
 
 test: $(VENV)/test lint type check ## install what the tests need and run all of them
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/test ## ruff: style and formatting
 	$(BIN)/ruff check .
