@@ -12,6 +12,7 @@ distribution of those that were lost for reason r,
 
 so each reason has its part of D, and the parts add up. A sample that never ended has no length and one that was not
 scored has no reward: D is over those that have, and `worst` is what it would be if all others lay where it is largest.
+Rewards of `surplus` groups, which nobody scored, are left out: the order of the prompts alone decided on those groups.
 """
 
 import math
@@ -37,6 +38,7 @@ from flows.graph import Graph, load_graph
 
 TRAINED = "trained"
 LEFT_OUT = "left_out"  # its group was trained, the sample was not
+SURPLUS = "dropped/surplus"
 UNKNOWN = "unknown"  # the length of a sample that has none
 LARGEST = 3  # reasons named in a warning
 
@@ -135,7 +137,7 @@ def length_bin(length: float) -> str:
 def read_samples(store: Store, ledger: Ledger, graph: Graph, iteration: int, samples_per_prompt: int) -> Samples | None:
     """What became of the samples of an iteration. None before its update, and for rollouts without `response_ids`.
 
-    A group with fewer rows than `samples_per_prompt` has the rest as samples that never ended.
+    A group that the rollout dropped has the lengths it committed. What is missing of `samples_per_prompt` never ended.
     """
     update = store.committed(iteration, graph.of_stage("update")[0].name)
     if update is None:
@@ -150,6 +152,12 @@ def read_samples(store: Store, ledger: Ledger, graph: Graph, iteration: int, sam
     lengths = pc.list_value_length(rows["response_ids"]).to_pylist()
     finishes = rows["finish_reason"].to_pylist() if "finish_reason" in names else [""] * len(keys)
     used = set(store.read(trained.dataset, [trained.key])[trained.key].to_pylist())
+    for group, by_reason in rollout.facts.dropped_lengths.items():
+        for reason, ended in by_reason.items():
+            keys += [""] * len(ended)  # in no row
+            groups += [group] * len(ended)
+            lengths += ended
+            finishes += [reason] * len(ended)
     rewards = _rewards(store, update)
     outcomes = {group: outcome or "waiting" for group, _, outcome in ledger.groups(iteration)}
 
@@ -192,7 +200,9 @@ class BiasReport:
 
     @classmethod
     def of(cls, samples: Samples) -> "BiasReport":
-        return cls(samples, compare(samples.lengths, samples.fates), compare(samples.rewards, samples.fates))
+        scored = ~(np.isnan(samples.rewards) & (samples.fates == SURPLUS))
+        rewards = compare(samples.rewards[scored], samples.fates[scored])
+        return cls(samples, compare(samples.lengths, samples.fates), rewards)
 
     def metrics(self) -> dict[str, float]:
         """`bias/*` and `truncated/*`, as declared in data/metrics.py."""

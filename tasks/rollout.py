@@ -198,6 +198,7 @@ async def _generate(
         tokenizer_digest=tokenizer_digest(Path(context.experiment.model.path)),
         dropped={group.id: group.failed for group in batch.groups if group.failed},
         discarded_tokens=discarded,
+        dropped_lengths={group.id: lengths for group in batch.groups if group.failed and (lengths := group.lengths)},
         cursor=cursor_after(context, len(batch.groups)) if wanted.sampling.refills else {},
         metrics={**_metrics(table, newest), **batch.metrics()},
     )
@@ -270,6 +271,14 @@ class _Group:
     def discarded_tokens(self) -> int:
         kept = sum(len(answer.ids) for answer in self.samples.values())
         return self.discarded + (kept if self.failed else 0)
+
+    @property
+    def lengths(self) -> dict[str, list[int]]:
+        """Response tokens of the members that ended, by finish_reason."""
+        found: dict[str, list[int]] = {}
+        for _, answer in sorted(self.samples.items()):
+            found.setdefault(answer.finish_reason, []).append(len(answer.ids))
+        return found
 
     def cancel(self) -> None:
         """Whatever comes for the members under way comes too late. The task that found out goes on."""

@@ -182,6 +182,48 @@ def test_every_issued_sample_of_an_iteration_has_its_fate(run: WholeRun) -> None
     run.ledger.close()
 
 
+def oversampled(folder: Path, reason: str, lengths: dict[str, list[int]]) -> BiasReport:
+    """Two groups were trained, two samples of two tokens each; the rollout dropped a third one."""
+    group = "i000001-g002"
+    run = WholeRun.start(folder / "demo-001", write_model(folder / "model"))
+    run.prompts(1)
+    run.issue(1)
+    run.ledger.issue_groups(1, [(group, 2)])
+    run.rollout(1, dropped={group: reason}, dropped_lengths={group: lengths} if lengths else {})
+    run.score(1, groups=2)
+    run.update(1)
+    run.ledger.settle_groups({"i000001-g000": "trained", "i000001-g001": "trained", group: f"dropped/{reason}"})
+    found = read_samples(run.store, run.ledger, run.graph, 1, 2)
+    run.ledger.close()
+    assert found is not None
+    assert len(found.groups) == 6
+    return BiasReport.of(found)
+
+
+def test_surplus_groups_in_order_have_their_lengths_and_say_nothing_of_rewards(tmp_path: Path) -> None:
+    report = oversampled(tmp_path, "surplus", {"stop": [2], "length": [2]})
+    assert report.warning(Bias()) == ""
+    assert report.metrics() == {
+        "bias/length": 0.0, "bias/length_worst": 0.0, "bias/reward": 0.0, "bias/reward_worst": 0.0,
+        "bias/unknown_length": 0.0, "truncated/issued": 5 / 6, "truncated/issued/length": 5 / 6,
+        "truncated/trained": 1.0,
+    }  # fmt: skip
+
+
+def test_groups_that_were_too_slow_show_by_the_lengths_that_are_known_of_them(tmp_path: Path) -> None:
+    """At 2 tokens all trained samples have ended, but 4 of 6 issued ones, or of 5 where one is not known."""
+    report = oversampled(tmp_path / "all", "oversampled", {"stop": [8, 9]})
+    assert report.length is not None
+    assert (report.length.distance, report.length.worst) == pytest.approx((1 / 3, 1 / 3))
+    assert report.reward is not None
+    assert (report.reward.distance, report.reward.worst) == pytest.approx((0, 1 / 3))  # nobody scored them
+    assert "lengths of trained samples are 0.33 from those of issued ones" in report.warning(Bias())
+    report = oversampled(tmp_path / "one", "oversampled", {"stop": [8]})
+    assert report.length is not None
+    assert (report.length.distance, report.length.worst) == pytest.approx((1 / 5, 1 / 3))
+    assert report.length.without == pytest.approx({"dropped/oversampled": 1 / 6})
+
+
 def test_the_command_prints_the_report_over_a_run_and_over_an_iteration(
     run: WholeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
