@@ -310,7 +310,8 @@ class Bias:
     max_length: float = setting(
         0.2,
         "Kolmogorov-Smirnov distance between the response lengths of trained and of issued samples above which each "
-        "iteration warns; never more than the share of samples that is not trained on; 1: no warning",
+        "iteration warns; never more than the share of samples that are not trained on, or cut at their deadline; "
+        "1: no warning",
         gt=0,
         le=1,
     )

@@ -32,12 +32,19 @@ class Facts:
     config_digest: str = ""  # the executor fills it in
     dropped: Mapping[str, str] = field(default_factory=dict)  # group_id -> reason
     discarded_tokens: Mapping[str, int] = field(default_factory=dict)  # group_id -> response tokens that no row holds
+    # group_id -> finish_reason -> response tokens of each sample that ended, of groups that the rollout dropped
+    dropped_lengths: Mapping[str, Mapping[str, list[int]]] = field(default_factory=dict)
     cursor: Mapping[str, JSON] = field(default_factory=dict)  # of the source, AFTER the prompts drawn (rollout: sent)
     metrics: Mapping[str, float] = field(default_factory=dict)  # by the field's names: reward/mean, response_length/max
 
     def to_json(self) -> dict[str, Any]:
-        """Every fact, and how many groups were dropped for each reason."""
-        facts = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Every fact, and how many groups were dropped for each reason.
+
+        Without `dropped_lengths` where there are none: manifests written before they were recorded stay canonical.
+        """
+        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "dropped_lengths"}
+        if self.dropped_lengths:
+            facts["dropped_lengths"] = {group: dict(lengths) for group, lengths in self.dropped_lengths.items()}
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in facts.items()}
         return {**plain, "dropped_counts": dict(Counter(self.dropped.values()))}
 

@@ -12,6 +12,9 @@ distribution of those that were lost for reason r,
 
 so each reason has its part of D, and the parts add up. A sample that never ended has no length and one that was not
 scored has no reward: D is over those that have, and `worst` is what it would be if all others lay where it is largest.
+A response cut at its deadline is trained on as it is, but nobody knows how long it would have become: among the issued
+ones its length is censored (Kaplan and Meier 1958), so for `worst` it is anywhere from there up.
+Rewards of `surplus` groups, which nobody scored, are left out: the order of the prompts alone decided on those groups.
 """
 
 import math
@@ -37,6 +40,9 @@ from flows.graph import Graph, load_graph
 
 TRAINED = "trained"
 LEFT_OUT = "left_out"  # its group was trained, the sample was not
+SURPLUS = "dropped/surplus"
+DEADLINE = "deadline"  # finish_reason
+CUT = "truncated/deadline"  # stands beside the fates, for samples of any that were cut
 UNKNOWN = "unknown"  # the length of a sample that has none
 LARGEST = 3  # reasons named in a warning
 
@@ -64,6 +70,12 @@ class Samples:
         """Ended by anything but the model: a token limit, a deadline."""
         return self.ended & (self.finishes != "stop")
 
+    @property
+    def censored(self) -> np.ndarray:
+        """Cut at a deadline: its true length is no less than the one it has. The token limit is no deadline: it is
+        declared for every response alike, and what ended there is as long as a response may be."""
+        return self.ended & (self.finishes == DEADLINE)
+
     @classmethod
     def concatenate(cls, parts: Sequence["Samples"]) -> "Samples":
         columns = ("groups", "fates", "lengths", "rewards", "finishes")
@@ -75,9 +87,9 @@ class Comparison:
     """Trained against issued samples by one value of each."""
 
     distance: float  # D of those with a value
-    worst: float  # D at most, wherever the others lie; at least `distance`
+    worst: float  # D at most, wherever the others and what is censored lie; at least `distance`
     parts: Mapping[str, float]  # fate -> its part of D; they add up to it. Negative: it counteracts
-    without: Mapping[str, float]  # fate -> share of all issued samples that have this fate and no value
+    without: Mapping[str, float]  # fate -> share of issued samples that have this fate and no value; CUT: are censored
 
     def accounts(self) -> Iterator[str]:
         """The fates that matter most, each with its part."""
@@ -93,8 +105,8 @@ def _range(low: float, high: float) -> str:
     return " to ".join(dict.fromkeys(shown))
 
 
-def compare(values: np.ndarray, fates: np.ndarray) -> Comparison | None:
-    """Formulas above. None where no trained sample has a value."""
+def compare(values: np.ndarray, fates: np.ndarray, censored: np.ndarray | None = None) -> Comparison | None:
+    """Formulas above. None where no trained sample has a value. `censored` [N]: the true value is no less than this."""
     known, trained = ~np.isnan(values), fates == TRAINED
     if not (known & trained).any():
         return None
@@ -113,9 +125,14 @@ def compare(values: np.ndarray, fates: np.ndarray) -> Comparison | None:
             parts[str(fate)] = float(sign * lost.sum() / known.sum() * (g[at] - share_up_to(lost)[at]))
         if missing.any():
             without[str(fate)] = float(missing.mean())
-    # The share of issued samples up to x is (1 - u) F(x), and u more where all without a value lie below x.
-    least = (1 - u) * f
-    worst = max(np.abs(g - least).max(), np.abs(g - least - u).max(), u)
+    cut = known & censored if censored is not None else np.zeros_like(known)
+    if cut.any():
+        without[CUT] = float(cut.mean())
+    # The share of issued samples up to x is (1 - u) F(x), u more where all without a value lie below x, and less by
+    # those that are censored at x or before where they all lie above.
+    most = (1 - u) * f + u
+    least = most - u - (cut.mean() * share_up_to(cut) if cut.any() else 0)
+    worst = max(np.abs(g - least).max(), np.abs(g - most).max(), u)
     return Comparison(float(abs(g[at] - f[at])), float(worst), parts, without)
 
 
@@ -135,7 +152,7 @@ def length_bin(length: float) -> str:
 def read_samples(store: Store, ledger: Ledger, graph: Graph, iteration: int, samples_per_prompt: int) -> Samples | None:
     """What became of the samples of an iteration. None before its update, and for rollouts without `response_ids`.
 
-    A group with fewer rows than `samples_per_prompt` has the rest as samples that never ended.
+    A group that the rollout dropped has the lengths it committed. What is missing of `samples_per_prompt` never ended.
     """
     update = store.committed(iteration, graph.of_stage("update")[0].name)
     if update is None:
@@ -150,6 +167,12 @@ def read_samples(store: Store, ledger: Ledger, graph: Graph, iteration: int, sam
     lengths = pc.list_value_length(rows["response_ids"]).to_pylist()
     finishes = rows["finish_reason"].to_pylist() if "finish_reason" in names else [""] * len(keys)
     used = set(store.read(trained.dataset, [trained.key])[trained.key].to_pylist())
+    for group, by_reason in rollout.facts.dropped_lengths.items():
+        for reason, ended in by_reason.items():
+            keys += [""] * len(ended)  # in no row
+            groups += [group] * len(ended)
+            lengths += ended
+            finishes += [reason] * len(ended)
     rewards = _rewards(store, update)
     outcomes = {group: outcome or "waiting" for group, _, outcome in ledger.groups(iteration)}
 
@@ -192,7 +215,9 @@ class BiasReport:
 
     @classmethod
     def of(cls, samples: Samples) -> "BiasReport":
-        return cls(samples, compare(samples.lengths, samples.fates), compare(samples.rewards, samples.fates))
+        scored = ~(np.isnan(samples.rewards) & (samples.fates == SURPLUS))
+        rewards = compare(samples.rewards[scored], samples.fates[scored])
+        return cls(samples, compare(samples.lengths, samples.fates, samples.censored), rewards)
 
     def metrics(self) -> dict[str, float]:
         """`bias/*` and `truncated/*`, as declared in data/metrics.py."""

@@ -141,11 +141,12 @@ async def generate_batch(
     """`samples` responses for each prompt that is sent: complete groups only, in the order of the prompts.
 
     All under `policy` (pin), or each begun under it or under a version committed since (rebuild, keep). Where too many
-    engines are gone, they are restarted and published to, and the batch is generated once more from the beginning.
+    engines are gone, they are restarted and get the newest committed version, and the batch is generated once more from
+    the beginning: under that version; with pin only if it is `policy` still, else StageError.
     """
-    arguments = (context, prompts, policy, sampling, samples, kv_policy, wanted or Wanted(prompts.num_rows))
+    rest = (sampling, samples, kv_policy, wanted or Wanted(prompts.num_rows))
     try:
-        return await _generate(*arguments)
+        return await _generate(context, prompts, policy, *rest)
     except EnginesLost as error:
         newest = context.ledger.committed()
         if newest is None or not context.engines.restartable:
@@ -153,7 +154,9 @@ async def generate_batch(
         log.warning("%s; restarting engines", error)
     weights = context.run_dir / "weights"
     await publish_to_engines(newest, weights, context.engines, context.ledger, context.experiment, context.progress)
-    return await _generate(*arguments)
+    if kv_policy != "pin":  # no response is kept of the first try, so none has to have begun under its version
+        policy = context.ledger.committed() or newest
+    return await _generate(context, prompts, policy, *rest)
 
 
 async def _generate(
@@ -195,6 +198,7 @@ async def _generate(
         tokenizer_digest=tokenizer_digest(Path(context.experiment.model.path)),
         dropped={group.id: group.failed for group in batch.groups if group.failed},
         discarded_tokens=discarded,
+        dropped_lengths={group.id: lengths for group in batch.groups if group.failed and (lengths := group.lengths)},
         cursor=cursor_after(context, len(batch.groups)) if wanted.sampling.refills else {},
         metrics={**_metrics(table, newest), **batch.metrics()},
     )
@@ -267,6 +271,14 @@ class _Group:
     def discarded_tokens(self) -> int:
         kept = sum(len(answer.ids) for answer in self.samples.values())
         return self.discarded + (kept if self.failed else 0)
+
+    @property
+    def lengths(self) -> dict[str, list[int]]:
+        """Response tokens of the members that ended, by finish_reason."""
+        found: dict[str, list[int]] = {}
+        for _, answer in sorted(self.samples.items()):
+            found.setdefault(answer.finish_reason, []).append(len(answer.ids))
+        return found
 
     def cancel(self) -> None:
         """Whatever comes for the members under way comes too late. The task that found out goes on."""

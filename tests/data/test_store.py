@@ -98,6 +98,7 @@ def test_the_manifest_holds_every_fact_and_the_file_holds_the_same(store: Store,
         reward_code_digest="w",
         config_digest="c",
         dropped={"g3": "timeout", "g4": "timeout", "g5": "refused"},
+        dropped_lengths={"g3": {"stop": [4, 9], "length": [64]}},
         cursor={"epoch": 0, "position": 16},
         metrics={"reward/mean": 0.25},
     )
@@ -115,6 +116,12 @@ def test_the_manifest_holds_every_fact_and_the_file_holds_the_same(store: Store,
     assert text["files"][0]["sha256"] == file.stem
     assert path.samefile(tmp_path / f"r/data/objects/{ref.digest}.json")
     assert file.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o444
+
+
+def test_a_manifest_from_before_lengths_of_dropped_groups_were_recorded_is_canonical() -> None:
+    facts = Facts(dropped={"g3": "timeout"})
+    assert "dropped_lengths" not in facts.to_json()
+    assert Facts.from_json(facts.to_json()) == facts
 
 
 def test_equal_content_has_equal_bytes_however_it_is_chunked(store: Store, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class WholeRun:
         assert isinstance(ref, DatasetRef)
         return ref
 
-    def rollout(self, iteration: int) -> DatasetRef:
+    def rollout(self, iteration: int, **facts: Any) -> DatasetRef:
         """Two tokens a sample, of the newest committed version."""
         policy = self.ledger.committed()
         assert policy is not None
@@ -133,24 +133,23 @@ class WholeRun:
             }
         )
         parents = [self.ref(iteration, "prompts")]
-        return self.store.commit_rows(
-            iteration, "rollout", rows, key="sample_id", parents=parents, facts=self.facts(logprob_kind="temperature")
-        )
+        found = self.facts(logprob_kind="temperature", **facts)
+        return self.store.commit_rows(iteration, "rollout", rows, key="sample_id", parents=parents, facts=found)
 
-    def score(self, iteration: int) -> DatasetRef:
-        """Reward and reference beside each other, joined by advantage, which drops the second group."""
+    def score(self, iteration: int, groups: int = 1) -> DatasetRef:
+        """Reward and reference beside each other, joined by advantage, which drops all but the first `groups`."""
         rollout, count = self.ref(iteration, "rollout"), GROUPS * SAMPLES
         rewards = declared({"rewards": [0.5 * i for i in range(count)]})
         reward = self.store.commit_columns(iteration, "reward", rollout, rewards, facts=self.facts())
         logprobs = declared({"ref_logprobs": [[-1.0, -1.0]] * count})
         reference = self.store.commit_columns(iteration, "reference", rollout, logprobs, facts=self.facts())
-        dropped = {f"i{iteration:06d}-g001": "slow"}
+        dropped = {f"i{iteration:06d}-g{g:03d}": "slow" for g in range(groups, GROUPS)}
         ref = self.store.commit_selection(
             iteration,
             "advantage",
             self.store.join([reward, reference]),
-            range(SAMPLES),
-            declared({"advantages": [[1.0, 1.0], [-1.0, -1.0]]}),
+            range(SAMPLES * groups),
+            declared({"advantages": [[1.0, 1.0], [-1.0, -1.0]] * groups}),
             facts=self.facts(dropped=dropped),
         )
         self.ledger.settle_groups({group: f"dropped/{reason}" for group, reason in dropped.items()})

@@ -14,7 +14,7 @@ from prefect import flow, get_client
 
 from conf.schema import Bias
 from flows.account import _bias
-from flows.bias import LEFT_OUT, UNKNOWN, BiasReport, Samples, compare, length_bin, read_samples
+from flows.bias import CUT, LEFT_OUT, UNKNOWN, BiasReport, Samples, compare, length_bin, read_samples
 from flows.cli import main
 from tasks.engines.toy import write_model
 from tests.fakes.runs import Recorder
@@ -63,6 +63,46 @@ def test_rewards_are_compared_over_those_that_were_scored() -> None:
     assert found.parts == pytest.approx({"dropped/zero_variance": 2 / 5 * 0.5, "dropped/oversampled": 1 / 5 * -0.5})
 
 
+# Two groups of which every second response was cut at its deadline, one of them in a group that was dropped.
+CUT_SHORT = samples(
+    ("a", "trained", 4, 1.0, "stop"),
+    ("a", "trained", 8, 0.0, "deadline"),
+    ("b", "trained", 4, 1.0, "length"),
+    ("b", "trained", 8, 0.0, "deadline"),
+    ("c", "dropped/zero_variance", 4, 1.0, "stop"),
+    ("c", "dropped/zero_variance", 8, 0.0, "deadline"),
+)
+
+
+def test_a_response_cut_at_its_deadline_may_have_become_any_longer() -> None:
+    """At 8 tokens all trained responses have ended; of the issued ones only 3 in 6 are sure not to become longer."""
+    found = compare(CUT_SHORT.lengths, CUT_SHORT.fates, CUT_SHORT.censored)
+    assert found is not None
+    assert (found.distance, found.worst) == pytest.approx((0.0, 0.5))
+    assert found.without == {CUT: 0.5}
+    report = BiasReport.of(CUT_SHORT)
+    assert report.warning(Bias()) == (
+        "lengths of trained samples are 0.00 to 0.50 from those of issued ones (bias.max_length 0.2; mean 6 against "
+        "6): truncated/deadline accounts for 0.00 to 0.50"
+    )
+    assert report.metrics()["bias/unknown_length"] == 0  # they are counted as truncated/issued/deadline
+    at_the_limit = samples(("a", "trained", 4, 1.0, "stop"), ("a", "trained", 8, 1.0, "length"))
+    assert BiasReport.of(at_the_limit).warning(Bias()) == ""
+
+
+def test_cut_and_unfinished_samples_count_together_by_hand() -> None:
+    """Trained: 2, and 4 that was cut. Dropped: 4, and one that never ended. At 4 both trained ones have ended, of the
+    four issued ones only two are sure to be no longer: 1 - 2/4. Below 2 only the unfinished one may lie: 1/4."""
+    values, fates = np.array([2, 4, 4, NAN]), np.array(["trained", "trained", "dropped/x", "dropped/x"])
+    found = compare(values, fates, np.array([False, True, False, False]))
+    assert found is not None
+    assert found.worst == pytest.approx(0.5)
+    assert found.without == {"dropped/x": 0.25, CUT: 0.25}
+    uncut = compare(values, fates)
+    assert uncut is not None
+    assert uncut.worst == pytest.approx(0.25)
+
+
 def test_without_a_trained_sample_there_is_nothing_to_compare() -> None:
     assert compare(np.array([1.0, NAN]), np.array(["dropped/x", "trained"])) is None
 
@@ -87,6 +127,28 @@ def test_what_is_unknown_may_be_anything_and_the_distance_is_never_beyond_its_wo
     if (known | (fates != "trained")).all():  # the trained ones' values are theirs
         complete = np.where(known, values, fill[: len(values)])
         assert brute_force(complete, fates) <= found.worst + 1e-12
+
+
+@given(rows=ROWS, more=st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=30, max_size=30))
+def test_the_worst_is_the_largest_distance_of_any_lengths_that_cut_responses_may_have_had(
+    rows: list[tuple[str, float]], more: list[int | None]
+) -> None:
+    fates, values = np.array([fate for fate, _ in rows]), np.array([value for _, value in rows])
+    if not (fates[known := ~np.isnan(values)] == "trained").any():
+        return
+    fates, values = fates[known], values[known]
+    longer = np.array([n or 0 for n in more[: len(values)]])
+    censored = np.array([n is not None for n in more[: len(values)]])
+    found = compare(values, fates, censored)
+    assert found is not None
+    assert found.worst >= found.distance
+
+    def distance(true: np.ndarray) -> float:
+        trained = values[fates == "trained"]
+        return max(abs((trained <= x).mean() - (true <= x).mean()) for x in [*values, *true])
+
+    assert distance(values + longer) <= found.worst + 1e-12
+    assert max(distance(values), distance(np.where(censored, math.inf, values))) == pytest.approx(found.worst)
 
 
 def brute_force(values: np.ndarray, fates: np.ndarray) -> float:
@@ -180,6 +242,48 @@ def test_every_issued_sample_of_an_iteration_has_its_fate(run: WholeRun) -> None
     ]  # also of those dropped
     assert read_samples(run.store, run.ledger, run.graph, 2, 3) is None
     run.ledger.close()
+
+
+def oversampled(folder: Path, reason: str, lengths: dict[str, list[int]]) -> BiasReport:
+    """Two groups were trained, two samples of two tokens each; the rollout dropped a third one."""
+    group = "i000001-g002"
+    run = WholeRun.start(folder / "demo-001", write_model(folder / "model"))
+    run.prompts(1)
+    run.issue(1)
+    run.ledger.issue_groups(1, [(group, 2)])
+    run.rollout(1, dropped={group: reason}, dropped_lengths={group: lengths} if lengths else {})
+    run.score(1, groups=2)
+    run.update(1)
+    run.ledger.settle_groups({"i000001-g000": "trained", "i000001-g001": "trained", group: f"dropped/{reason}"})
+    found = read_samples(run.store, run.ledger, run.graph, 1, 2)
+    run.ledger.close()
+    assert found is not None
+    assert len(found.groups) == 6
+    return BiasReport.of(found)
+
+
+def test_surplus_groups_in_order_have_their_lengths_and_say_nothing_of_rewards(tmp_path: Path) -> None:
+    report = oversampled(tmp_path, "surplus", {"stop": [2], "length": [2]})
+    assert report.warning(Bias()) == ""
+    assert report.metrics() == {
+        "bias/length": 0.0, "bias/length_worst": 0.0, "bias/reward": 0.0, "bias/reward_worst": 0.0,
+        "bias/unknown_length": 0.0, "truncated/issued": 5 / 6, "truncated/issued/length": 5 / 6,
+        "truncated/trained": 1.0,
+    }  # fmt: skip
+
+
+def test_groups_that_were_too_slow_show_by_the_lengths_that_are_known_of_them(tmp_path: Path) -> None:
+    """At 2 tokens all trained samples have ended, but 4 of 6 issued ones, or of 5 where one is not known."""
+    report = oversampled(tmp_path / "all", "oversampled", {"stop": [8, 9]})
+    assert report.length is not None
+    assert (report.length.distance, report.length.worst) == pytest.approx((1 / 3, 1 / 3))
+    assert report.reward is not None
+    assert (report.reward.distance, report.reward.worst) == pytest.approx((0, 1 / 3))  # nobody scored them
+    assert "lengths of trained samples are 0.33 from those of issued ones" in report.warning(Bias())
+    report = oversampled(tmp_path / "one", "oversampled", {"stop": [8]})
+    assert report.length is not None
+    assert (report.length.distance, report.length.worst) == pytest.approx((1 / 5, 1 / 3))
+    assert report.length.without == pytest.approx({"dropped/oversampled": 1 / 6})
 
 
 def test_the_command_prints_the_report_over_a_run_and_over_an_iteration(

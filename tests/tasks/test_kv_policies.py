@@ -13,11 +13,13 @@ from conf.errors import EngineError, StageError
 from data.refs import PolicyRef
 from data.rows import check_rollout
 from tasks import rollout as module
-from tasks.engines.client import Generation, Span
-from tasks.rollout import _joined, _without_last, reprefilled
+from tasks.engines.client import Generation, Sampling, Span
+from tasks.rollout import _joined, _without_last, generate_batch, reprefilled
+from tasks.stage import Rows
 from tests.fakes import faults
-from tests.fakes.context import World, new_version, until
+from tests.fakes.context import World, make_world, new_version, prompt_rows, save_tokenizer, until
 from tests.fakes.engine import FakeEngine
+from tests.fakes.publishing import Publishing
 from tests.fakes.rollouts import SETTINGS, play, rids, roll, sample
 from tests.fakes.toy_model import BASE, Tensor, Weights, content_of, read_weights, toy_logprob, write_package
 
@@ -444,3 +446,56 @@ def test_an_engine_taken_out_of_the_pool_in_its_update_is_not_waited_for(tmp_pat
         assert {row.name: row.state for row in world.ledger.engines()} == {"engine0": "OUT", "engine1": "READY"}
 
     play(tmp_path, model, body, settings=REBUILD, engines=2)
+
+
+# -- the last engine dies after a version was committed in mid-batch
+
+
+async def lose_the_engine_after_a_commit(root: Path, kv_policy: Any) -> tuple[Rows, list[PolicyRef]]:
+    """A batch under a first version; while a sample of it waits, a second one is published, and then the engine dies.
+
+    Gives what the batch gave, and both versions.
+    """
+    async with Publishing(root) as desk:
+        save_tokenizer(root / "model")
+        published_with = "rebuild" if kv_policy == "pin" else kv_policy  # pin alone would wait for the batch
+        settings = replace(KEEP, kv_policy=published_with, dtype="bfloat16")
+        desk.experiment = replace(desk.experiment, rollout=settings)
+        old = (await desk.published(1.0)).manifest.ref
+        (root / "world").mkdir()
+        world = make_world(root / "world", root / "model", [])
+        context = world.with_context(
+            experiment=desk.experiment, run_dir=root, ledger=desk.ledger, engines=desk.fleet, policy=old
+        )
+        desk.fake.inject("/generate", waits := faults.Held(), only=sample("s01"))
+        prompts, sampling = prompt_rows([3, 4]), Sampling(8, 1.0)
+        rolling = asyncio.create_task(generate_batch(context, prompts, old, sampling, 2, kv_policy))
+        try:
+            await until(lambda: waits.reached)
+            new = desk.seal(2.0)
+            await desk.publish(new)
+            await desk.fake.die()
+            return await rolling, [old, new.manifest.ref]
+        finally:
+            await asyncio.gather(rolling, return_exceptions=True)
+            world.ledger.close()
+
+
+@pytest.mark.parametrize("kv_policy", ["rebuild", "keep"])
+def test_a_batch_that_lost_its_engines_is_generated_again_under_what_was_committed_meanwhile(
+    tmp_path: Path, kv_policy: Any
+) -> None:
+    out, (_, new) = asyncio.run(lose_the_engine_after_a_commit(tmp_path, kv_policy))
+    check_rollout(out.table, 2)
+    assert out.facts.policy_versions == {new.label: 8}
+    assert out.table["policy_version"].to_pylist() == [new.number] * 2
+    assert out.facts.metrics["rollout/lag_max"] == 0.0
+
+
+def test_a_pinned_batch_that_lost_its_engines_is_refused_where_its_version_is_no_longer_the_newest(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        StageError, match=r"rollout needs an engine READY on 000000-.*, got none: engine0 is READY on 000001-"
+    ):
+        asyncio.run(lose_the_engine_after_a_commit(tmp_path, "pin"))

@@ -226,6 +226,7 @@ def test_in_order_finishes_all_and_keeps_the_first(tmp_path: Path, model: Path) 
         assert kept(out) == p.candidates[:2]
         assert out.facts.dropped == {p.candidates[2]: "surplus"}
         assert out.facts.discarded_tokens == {p.candidates[2]: 2}
+        assert out.facts.dropped_lengths == {p.candidates[2]: {"stop": [1, 1]}}
         assert p.engines[0].aborted == []
 
     play(tmp_path, model, body, sampling=GroupSampling(oversample=1.5))
@@ -242,6 +243,7 @@ def test_fastest_stops_with_the_first_that_are_complete_and_aborts_the_others(tm
         assert kept(out) == p.candidates[1:3]
         assert out.facts.dropped == {p.candidates[0]: "oversampled"}
         assert out.facts.discarded_tokens == {p.candidates[0]: 5}
+        assert out.facts.dropped_lengths == {p.candidates[0]: {"stop": [2]}}  # of the other member it is not known
         assert [rid[:16] for rid in p.engines[0].aborted] == [f"{p.candidates[0]}-s01"]
         assert p.world.measured["rollout/aborted"] == 0  # the engine cut nothing off by itself
 
