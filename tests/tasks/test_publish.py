@@ -121,6 +121,21 @@ def test_versions_are_installed_proven_committed_and_served(
     assert [p.folder.exists() for p in packages] == [True, True, True]  # the next publish deletes the first
 
 
+def test_an_engine_may_hold_the_tensors_already_under_a_label_of_another_run(
+    sglang_server: SGLangServer, publisher: Publisher, tiny_model: Path, tiny_tensors: Tensors
+) -> None:
+    """As where another run ended: its package has another content for the same tensors, in another precision say."""
+    package = publisher.seal(tiny_tensors)
+
+    async def use(engine: Engine) -> None:
+        await engine.update_weights(str(tiny_model), "000007-0123456789ab", 60)
+        await publisher.publish(package, engine)
+        assert publisher.steps(package) == [(1, step) for step in ALL_STEPS]
+        assert publisher.state(package) == "COMMITTED"
+
+    run(sglang_server, use)
+
+
 def test_what_the_engine_holds_is_computed_from_the_package_alone(
     sglang_server: SGLangServer, publisher: Publisher, tiny_tensors: Tensors
 ) -> None:
