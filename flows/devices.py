@@ -33,6 +33,7 @@ from conf.pools import pool_devices
 from conf.schema import Experiment
 from flows.doctor import SLOTS, forget, recall, remember
 from tasks.devices import on_machine
+from tasks.together import all_or_first_error
 
 LOCKS = Path("/tmp/ratchet-devices")  # of every user, whatever TMPDIR each has
 RETRY_S = 1.0
@@ -55,7 +56,10 @@ def devices_of_run(experiment: Experiment) -> list[str]:
 
 @asynccontextmanager
 async def claimed(experiment: Experiment, folder: Path, say: Say) -> AsyncIterator[None]:
-    """Hold the run's devices for the block. Waits for those that another run has, and says which; Ctrl-C ends that."""
+    """Hold the run's devices for the block. Waits for those that another run has, and says which; Ctrl-C ends that.
+
+    Raises RunError, and ends the block, where they can no longer be held.
+    """
     devices = devices_of_run(experiment)
     async with AsyncExitStack() as stack:
         if devices:
@@ -137,12 +141,12 @@ async def _limited(devices: Sequence[str], folder: Path, say: Say) -> AsyncItera
             await _make(client, name)
         holding = _Holding(client, folder, names, say)
         await holding.take()
-        renewing = asyncio.create_task(holding.renew())
         try:
-            yield
+            async with all_or_first_error() as tasks:  # what ends the renewal ends the block
+                renewing = tasks.create_task(holding.renew())
+                yield
+                renewing.cancel()
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
             with suppress(httpx.HTTPError):  # Prefect is away: the lease ends by itself
                 await _give_back(client, folder, holding.lease)
 
@@ -167,16 +171,29 @@ class _Holding:
             await asyncio.sleep(RETRY_S)
 
     async def renew(self) -> None:
-        """Keep the lease. One that has ended, while Prefect was away, is taken anew."""
+        """Keep the lease, for ever. One that has ended, while Prefect was away, is taken anew.
+
+        Raises RunError where a limit was deleted.
+        """
         while True:
             await asyncio.sleep(RENEW_S)
-            try:
-                await self.client.renew_concurrency_lease(UUID(self.lease), lease_duration=LEASE_S)
-            except httpx.TransportError:
-                continue
-            except (httpx.HTTPStatusError, ObjectNotFound):
-                forget(self.folder, SLOTS, self.lease)
-                await self.take()
+            with suppress(httpx.HTTPError):  # no answer, or one that says nothing of the lease: asked again
+                if not await self._renewed():
+                    await self.take()
+
+    async def _renewed(self) -> bool:
+        """False: the server has no such lease."""
+        try:
+            await self.client.renew_concurrency_lease(UUID(self.lease), lease_duration=LEASE_S)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in (httpx.codes.NOT_FOUND, httpx.codes.GONE):
+                raise
+        except ObjectNotFound:
+            pass
+        else:
+            return True
+        forget(self.folder, SLOTS, self.lease)
+        return False
 
     async def _taken(self) -> bool:
         run = runtime.flow_run.id

@@ -127,14 +127,21 @@ async def _ended(run: Run, opened: Iteration, window: Window) -> None:
 
 
 async def watched(run: Run) -> None:
-    """Raises StageError, naming what is under way, once nothing in the run has moved for `schedule.stall_timeout_s`."""
+    """Raises StageError once nothing in the run has moved for `schedule.stall_timeout_s`.
+
+    It names what is under way, and what waits and for what: in a deadlock every stage waits.
+    """
     limit = run.experiment.schedule.stall_timeout_s
     while (left := run.moved + limit - time.monotonic()) > 0:
         await asyncio.sleep(left)
     now = time.time()
     at_work = sorted((since, str(clock)) for clock in run.clocks if (since := clock.at_work_since))
     under_way = [f"{what} (for {now - since:.0f} s)" for since, what in at_work]
+    waits = sorted(
+        (wait.start, str(clock), wait.cause, clock.message) for clock in run.clocks if (wait := clock.under_way)
+    )
+    waiting = [f"{what} ({cause}: {message}, {now - since:.0f} s)" for since, what, cause, message in waits]
     raise StageError(
         f"nothing in the run has moved for {limit:g} s (schedule.stall_timeout_s); "
-        f"under way: {', '.join(under_way) or 'no stage'}"
+        f"under way: {', '.join(under_way) or 'no stage'}; waiting: {', '.join(waiting) or 'no stage'}"
     )

@@ -46,6 +46,7 @@ class Clock:
     ended: float | None = None
     spans: list[Wait] = field(default_factory=list)
     under_way: Wait | None = None
+    message: str = ""  # of the wait under way
 
     @contextmanager
     def waiting(self, cause: str, message: str, on: Sequence[str] = ()) -> Iterator[None]:
@@ -54,13 +55,13 @@ class Clock:
         on: nodes of the same iteration, where it is their output that is not there.
         """
         began = time.time()
-        self.under_way = Wait(cause, began, began, tuple(on))
+        self.under_way, self.message = Wait(cause, began, began, tuple(on)), message
         _set_state(cause, message)
         try:
             yield
         finally:
             self.spans.append(self.under_way._replace(end=time.time()))
-            self.under_way = None
+            self.under_way, self.message = None, ""
             _set_state("Running")
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Stages that do nothing, with the real contract: for the flow's own tests and benchmarks.
 
-`seconds` makes one sleep; `PACE` holds what a stage of one iteration waits for inside, by (iteration, stage).
+`seconds` makes one sleep; `PACE` holds what a stage of one iteration awaits inside, by (iteration, stage).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from data.refs import DatasetRef, PolicyRef
 from tasks.publish import publish as publish_stage
 from tasks.stage import Columns, Context, Inputs, NewPolicy, Output, Rows, Selection, stage
 
-PACE: dict[tuple[int, str], Callable[[], Awaitable[object]]] = {}
+PACE: dict[tuple[int, str], Callable[[Context], Awaitable[object]]] = {}
 PROMPTS = ["group_id", "prompt_index", "prompt_text", "answer"]
 
 
@@ -29,7 +29,7 @@ def _table(names: list[str], values: Mapping[str, Sequence[object]]) -> pa.Table
 async def _pace(context: Context, name: str, seconds: float) -> None:
     await asyncio.sleep(seconds)
     if wait := PACE.get((context.iteration, name)):
-        await wait()
+        await wait(context)
 
 
 @stage(produces=PROMPTS, output="rows")

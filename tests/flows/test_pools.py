@@ -61,6 +61,90 @@ def test_a_pool_is_free_again_after_an_error() -> None:
     assert asyncio.run(main()) == "{}"
 
 
+class Claims:
+    """Stages that want one pool, each till it is told to end; what has it now, in the order it was given."""
+
+    def __init__(self) -> None:
+        self.leases, self.inside = Leases({"gpus": Pool(roles=["rollout", "train"])}), list[str]()
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def ask(self, name: str, *, shared: bool = False, urgent: bool = False) -> list[str]:
+        """What has the pool once the stage has asked for it."""
+        self.ends[name] = asyncio.Event()
+
+        async def stage() -> None:
+            async with self.leases.take("gpus", name, Clock(), shared=shared, urgent=urgent):
+                self.inside.append(name)
+                await self.ends[name].wait()
+                self.inside.remove(name)
+
+        self.tasks.append(asyncio.create_task(stage()))
+        return await self._settled()
+
+    async def end(self, name: str) -> list[str]:
+        """What has the pool once the stage has given it back."""
+        self.ends[name].set()
+        return await self._settled()
+
+    async def _settled(self) -> list[str]:
+        for _ in range(10):  # more turns of the loop than a stage takes from one wait to the next
+            await asyncio.sleep(0)
+        return list(self.inside)
+
+
+def test_shared_claims_hold_a_pool_together_and_an_exclusive_one_waits_for_all_of_them() -> None:
+    async def main() -> None:
+        q = Claims()
+        assert await q.ask("rollout 1", shared=True) == ["rollout 1"]
+        assert await q.ask("rollout 2", shared=True) == ["rollout 1", "rollout 2"]
+        assert await q.ask("publish") == ["rollout 1", "rollout 2"]
+        assert await q.end("rollout 1") == ["rollout 2"]
+        assert await q.end("rollout 2") == ["publish"]
+
+    asyncio.run(main())
+
+
+def test_an_urgent_claim_goes_before_those_that_waited_longer() -> None:
+    async def main() -> None:
+        q = Claims()
+        assert await q.ask("rollout 1", shared=True) == ["rollout 1"]
+        await q.ask("evaluate")
+        await q.ask("reference")
+        assert await q.ask("publish", urgent=True) == ["rollout 1"]
+        assert await q.end("rollout 1") == ["publish"]
+        assert await q.end("publish") == ["evaluate"]
+        assert await q.end("evaluate") == ["reference"]
+
+    asyncio.run(main())
+
+
+def test_a_shared_claim_waits_behind_an_exclusive_publish_though_those_inside_would_share() -> None:
+    """Or rollouts that follow each other would keep the new weights out for ever."""
+
+    async def main() -> None:
+        q = Claims()
+        await q.ask("rollout 1", shared=True)
+        await q.ask("publish", urgent=True)
+        assert await q.ask("rollout 2", shared=True) == ["rollout 1"]
+        assert await q.end("rollout 1") == ["publish"]
+        assert await q.end("publish") == ["rollout 2"]
+
+    asyncio.run(main())
+
+
+def test_an_urgent_claim_that_is_shared_goes_in_beside_a_rollout_before_one_that_waits() -> None:
+    """A publish under rebuild and keep."""
+
+    async def main() -> None:
+        q = Claims()
+        await q.ask("rollout 1", shared=True)
+        await q.ask("evaluate")
+        assert await q.ask("publish", shared=True, urgent=True) == ["rollout 1", "publish"]
+
+    asyncio.run(main())
+
+
 class Hands:
     """A hand-over that notes what it is asked for."""
 

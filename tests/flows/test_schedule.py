@@ -1,7 +1,8 @@
 """Schedules on the real executor: what overlaps, what waits for what, by the order of events; resume; what is stuck."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from conf.errors import StageError
 from conf.load import load
 from data.ledger import Ledger
-from flows.graph import GraphNode, load_graph
+from flows.graph import load_graph
+from flows.opening import Run
 from flows.pool_time import run_seconds
 from flows.run import RUN, _iterations, watched
-from flows.schedule import Gate, Window, follows
-from flows.waits import QUEUE, WEIGHTS
+from flows.schedule import follows
+from flows.waits import POOL, QUEUE, REWARD, UPSTREAM, WEIGHTS, Clock
+from tasks.stage import Context
+from tasks.together import all_or_first_error
 from tests.fakes import stages
+from tests.fakes.context import until
 from tests.fakes.runs import Recorder, noop_run
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
-Event = tuple[str, int, str]  # begun, done or what it waits for; iteration, node
+Event = tuple[str, int, str]  # begun, done, or cause or message of a wait that has begun; iteration, node
 RATIO = "update.correction.kind=ratio"
 ASYNC = ("schedule.kind=async", RATIO)
 
@@ -54,13 +59,12 @@ class Pace:
 
     def hold(self, iteration: int, node: str, *until: Event) -> None:
         """The stage stays in its body until these events, which a schedule without them never lets happen."""
+        stages.PACE[iteration, node] = lambda context: self.happens(*until)
 
-        async def wait() -> None:
-            async with asyncio.timeout(120):
-                for event in until:
-                    await self._event(*event).wait()
-
-        stages.PACE[iteration, node] = wait
+    async def happens(self, *events: Event) -> None:
+        async with asyncio.timeout(120):
+            for event in events:
+                await self._event(*event).wait()
 
     def run(self, folder: Path, iterations: int, *overrides: str) -> list[Event]:
         begun, done = Recorder.stage_begun, Recorder.stage_done
@@ -73,15 +77,14 @@ class Pace:
 
                 return note
 
-            gates = Window.gates
+            waiting = Clock.waiting
 
-            def watched(window: Window, node: GraphNode, number: int) -> Iterator[Gate]:
-                for gate in gates(window, node, number):
-                    if not gate.future.done():
-                        self._event(gate.cause, number, node.name).set()
-                    yield gate
+            def noted_wait(clock: Clock, cause: str, message: str, on: Sequence[str] = ()) -> Any:
+                for what in (cause, message):
+                    self._event(what, clock.iteration, clock.node).set()
+                return waiting(clock, cause, message, on)
 
-            patch.setattr(Window, "gates", watched)
+            patch.setattr(Clock, "waiting", noted_wait)
             patch.setattr(Recorder, "stage_begun", noted("begun", begun))
             patch.setattr(Recorder, "stage_done", noted("done", done))
             events = asyncio.run(paced_flow(str(folder), iterations, list(overrides)))
@@ -182,6 +185,59 @@ def test_a_full_queue_holds_the_rollout_and_drops_nothing(tmp_path: Path) -> Non
         assert QUEUE in row.waits
 
 
+def test_a_rollout_begins_in_the_tail_of_the_one_before(tmp_path: Path) -> None:
+    """Which stays, with nothing left to send, until the other one has begun beside it."""
+    pace = Pace()
+
+    async def in_its_tail(context: Context) -> None:
+        assert context.stream is not None
+        context.stream.tail.set()
+        await pace.happens(("begun", 2, "rollout"))
+
+    stages.PACE[1, "rollout"] = in_its_tail
+    events = pace.run(tmp_path / "a", 2, *ASYNC, "schedule.max_lag=1")
+    one_by_one = (("done", 1, "rollout"), ("begun", 2, "rollout"))
+    check(events, [*(pair for pair in dependencies(2) if pair != one_by_one), one_by_one[::-1]])
+
+
+@pytest.mark.parametrize("policy", ["rebuild", "keep"])
+def test_a_publish_goes_in_beside_a_rollout_whose_responses_may_cross_versions(policy: str, tmp_path: Path) -> None:
+    pace = Pace()
+    pace.hold(1, "update", ("begun", 2, "rollout"))
+    pace.hold(2, "rollout", ("done", 1, "publish"))
+    crossing = [f"rollout.kv_policy={policy}", *(["rollout.accept_stale_kv=true"] if policy == "keep" else [])]
+    events = pace.run(tmp_path / "a", 2, *ASYNC, "schedule.max_lag=1", *crossing)
+    inside = [("begun", 2, "rollout"), ("begun", 1, "publish"), ("done", 1, "publish"), ("done", 2, "rollout")]
+    check(events, dependencies(2) + list(pairwise(inside)))
+
+
+def test_under_pin_a_publish_waits_for_the_rollout_that_runs(tmp_path: Path) -> None:
+    pace = Pace()
+    pace.hold(1, "update", ("begun", 2, "rollout"))
+    pace.hold(2, "rollout", ("rollout: held by rollout of iteration 2", 1, "publish"))
+    events = pace.run(tmp_path / "a", 2, *ASYNC, "schedule.max_lag=1")
+    check(events, [*dependencies(2), (("done", 2, "rollout"), ("begun", 1, "publish"))])
+
+
+def test_a_publish_takes_the_engines_before_a_rollout_that_waited_before_it(tmp_path: Path) -> None:
+    """Something else has them until both wait: first the second rollout, then the first iteration's publish."""
+    pace, beside = Pace(), list[asyncio.Task[None]]()
+    held = "rollout: held by something else"
+    pace.hold(1, "update", (held, 2, "rollout"))
+
+    async def something_else() -> None:
+        async with RUN.get().leases.take("rollout", "something else", Clock()):
+            await pace.happens((held, 1, "publish"))
+
+    async def begin_something_else(context: Context) -> None:
+        beside.append(asyncio.create_task(something_else()))
+        await asyncio.sleep(0)  # it is next in the line
+
+    stages.PACE[1, "rollout"] = begin_something_else
+    events = pace.run(tmp_path / "a", 2, *ASYNC, "schedule.max_lag=1")
+    check(events, [*dependencies(2), (("done", 1, "publish"), ("begun", 2, "rollout"))])
+
+
 def test_a_publish_interval_leaves_out_publishes_and_keeps_the_lag(tmp_path: Path) -> None:
     overrides = (*ASYNC, "schedule.max_lag=1", "schedule.publish_every=2")
     events = Pace().run(tmp_path / "a", 5, *overrides)
@@ -194,7 +250,7 @@ def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(
     """The rollout ahead is in the queue by then: it is neither repeated nor lost."""
     pace = Pace()
 
-    async def fail() -> None:
+    async def fail(context: Context) -> None:
         await pace._event("done", 2, "rollout").wait()
         raise ValueError("no")
 
@@ -229,28 +285,66 @@ def test_stages_are_tasks_of_one_flow_named_by_iteration(tmp_path: Path) -> None
     assert found == wanted
 
 
-def test_what_is_stuck_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
-    """A stage of one's own that never comes back, while everything else waits for it."""
+async def never(*_: Context) -> None:
+    await asyncio.Event().wait()
 
-    async def never() -> None:
-        await asyncio.Event().wait()
 
-    stages.PACE[1, "reward"] = never
-    overrides = [*ASYNC, "schedule.max_lag=1", "schedule.stall_timeout_s=0.5"]
+def stuck(folder: Path, left: Mapping[str, str], held: str = "") -> str:
+    """The error of a run of one iteration that is left with these nodes at work (empty) or in a wait for this cause.
+
+    held: a pool that something else has and never gives back. Seconds are given as N.
+    """
+    overrides = [*ASYNC, "schedule.max_lag=1", "schedule.stall_timeout_s=0.01"]
+
+    async def holding(run: Run) -> None:
+        async with run.leases.take(held, "what never ends", Clock()):
+            await never()
+
+    async def watching(run: Run) -> None:
+        def now() -> dict[str, str]:
+            return {clock.node: clock.under_way.cause if clock.under_way else "" for clock in run.clocks}
+
+        await until(lambda: now() == left)
+        await watched(run)
 
     async def main() -> None:
-        with noop_run(tmp_path / "a", stages.paced(), 3, overrides) as run:
+        with noop_run(folder, stages.paced(), 1, overrides) as run:
             RUN.set(run)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(watched(run))
-                group.create_task(_iterations(run))
+            async with all_or_first_error() as tasks:
+                if held:
+                    tasks.create_task(holding(run))
+                tasks.create_task(watching(run))
+                tasks.create_task(_iterations(run))
 
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(StageError) as raised:
         asyncio.run(flow(main)())
-    (error,) = raised.value.exceptions
-    assert isinstance(error, StageError)
-    assert str(error).startswith("nothing in the run has moved for 0.5 s (schedule.stall_timeout_s); under way: ")
-    assert "reward of iteration 1" in str(error)
+    said, all_of_it = str(raised.value).split("; ", 1)
+    assert said == "nothing in the run has moved for 0.01 s (schedule.stall_timeout_s)"
+    return re.sub(r"\d+ s\b", "N s", all_of_it)
+
+
+def test_what_is_stuck_ends_in_an_error_that_names_it(tmp_path: Path) -> None:
+    """A stage of one's own that never comes back, while everything else waits for it."""
+    stages.PACE[1, "reward"] = never
+    error = stuck(tmp_path / "a", {"reward": "", "update": REWARD, "publish": WEIGHTS})
+    assert error.startswith("under way: reward of iteration 1 (for N s); waiting: ")
+    assert "update of iteration 1 (AwaitingReward: for reward, N s)" in error
+    assert "publish of iteration 1 (AwaitingWeights: for update, N s)" in error
+
+
+def test_a_rollout_that_is_stuck_is_named_with_all_that_waits_for_it(tmp_path: Path) -> None:
+    stages.PACE[1, "rollout"] = never
+    error = stuck(tmp_path / "a", {"rollout": "", "reward": UPSTREAM, "update": REWARD, "publish": WEIGHTS})
+    assert error.startswith("under way: rollout of iteration 1 (for N s); waiting: ")
+    assert "reward of iteration 1 (AwaitingUpstream: for rollout, N s)" in error
+
+
+def test_where_every_stage_waits_the_error_says_for_what(tmp_path: Path) -> None:
+    """No stage is under way: the pool that the update wants is never given back."""
+    error = stuck(tmp_path / "a", {"update": POOL, "publish": WEIGHTS}, held="train")
+    assert error.startswith("under way: no stage; waiting: ")
+    assert "update of iteration 1 (AwaitingPool: train: held by what never ends, N s)" in error
+    assert "publish of iteration 1 (AwaitingWeights: for update, N s)" in error
 
 
 @pytest.mark.parametrize(
