@@ -50,6 +50,28 @@ def working_seconds(row: StageRow) -> float:
     return sum(end - start for start, end in working_spans(row))
 
 
+def shared_seconds(rows: Sequence[StageRow]) -> list[float]:
+    """Each attempt's part of its pool's seconds, in the order of the rows.
+
+    A second in which several attempts work at a pool is divided equally among them, so that those of a pool add up to
+    the seconds in which at least one of them worked.
+    """
+    changes: dict[str, list[tuple[float, int, int]]] = {}
+    for index, row in enumerate(rows):
+        for start, end in working_spans(row):
+            changes.setdefault(row.pool, []).extend([(start, 1, index), (end, -1, index)])
+    seconds = [0.0] * len(rows)
+    for pool in changes.values():
+        at_work: list[int] = []
+        reach = 0.0
+        for at, step, index in sorted(pool):
+            for working in at_work:
+                seconds[working] += (at - reach) / len(at_work)
+            reach = at
+            (at_work.append if step > 0 else at_work.remove)(index)
+    return seconds
+
+
 def outside_stage_work(rows: Iterable[StageRow], began: float, ended: float) -> float:
     """Seconds of [began, ended] in which no stage of any iteration worked."""
     worked = _union(span for row in rows for span in working_spans(row, ended))
