@@ -32,6 +32,7 @@ class Facts:
     config_digest: str = ""  # the executor fills it in
     dropped: Mapping[str, str] = field(default_factory=dict)  # group_id -> reason
     discarded_tokens: Mapping[str, int] = field(default_factory=dict)  # group_id -> response tokens that no row holds
+    discarded_calls: Mapping[str, int] = field(default_factory=dict)  # group_id -> reward calls that no row holds
     cursor: Mapping[str, JSON] = field(default_factory=dict)  # of the source, AFTER the prompts drawn (rollout: sent)
     metrics: Mapping[str, float] = field(default_factory=dict)  # by the field's names: reward/mean, response_length/max
 

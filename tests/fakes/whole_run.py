@@ -137,11 +137,11 @@ class WholeRun:
             iteration, "rollout", rows, key="sample_id", parents=parents, facts=self.facts(logprob_kind="temperature")
         )
 
-    def score(self, iteration: int) -> DatasetRef:
+    def score(self, iteration: int, **reward_facts: Any) -> DatasetRef:
         """Reward and reference beside each other, joined by advantage, which drops the second group."""
         rollout, count = self.ref(iteration, "rollout"), GROUPS * SAMPLES
         rewards = declared({"rewards": [0.5 * i for i in range(count)]})
-        reward = self.store.commit_columns(iteration, "reward", rollout, rewards, facts=self.facts())
+        reward = self.store.commit_columns(iteration, "reward", rollout, rewards, facts=self.facts(**reward_facts))
         logprobs = declared({"ref_logprobs": [[-1.0, -1.0]] * count})
         reference = self.store.commit_columns(iteration, "reference", rollout, logprobs, facts=self.facts())
         dropped = {f"i{iteration:06d}-g001": "slow"}

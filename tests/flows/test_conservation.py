@@ -76,6 +76,20 @@ def test_a_second_of_a_device_counts_once_where_rollouts_overlap(tmp_path: Path)
     assert (outcomes["waiting"].rollout_device_s, outcomes["in flight"].rollout_device_s) == (18.0, 12.0)
 
 
+def test_calls_on_answers_that_no_row_holds_count_for_their_group(tmp_path: Path) -> None:
+    run = WholeRun.start(tmp_path / "r", write_model(tmp_path / "model"))
+    run.prompts(1)
+    run.issue(1)
+    run.rollout(1)
+    # The second group was generated again after two answers were scored; a rollout that began anew sent no g009.
+    run.score(1, discarded_calls={"i000001-g001": 6, "i000001-g009": 5})
+    run.ledger.close()
+    outcomes = conservation(run.folder).outcomes
+    rewards = len(run.loaded.experiment.reward.functions)
+    assert outcomes["waiting"].reward_calls == 2 * rewards
+    assert outcomes["dropped/slow"].reward_calls == 2 * rewards + 6
+
+
 def test_the_command_prints_the_balance_and_says_where_there_is_none(
     run: WholeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
