@@ -210,6 +210,21 @@ def test_a_resumed_run_is_the_time_of_its_processes_without_that_between_them() 
     }
 
 
+def test_what_another_run_held_up_is_a_wait_for_the_pool_and_not_the_start() -> None:
+    sessions = [SessionRow(0, ready=50, ended=60), SessionRow(100, ended=130)]  # the second was stopped while it waited
+    rows = [
+        row("claim", "", 2, 42, Wait(POOL, 2, 42), iteration=0, kind="starting"),
+        row("restore", "train", 44, 46, iteration=0, kind="starting"),
+        row("publish", "rollout", 46, 49, iteration=0),
+        row("update", "train", 50, 60),
+        row("claim", "", 101, 130, Wait(POOL, 101, 130), iteration=0, kind="starting", state="failed"),
+    ]
+    assert run_seconds(sessions, rows, ["rollout", "train"]) == {
+        "rollout": {"publish": 3, "starting": 2 + 8 - 3 + 1, "pool": 40 + 29, "schedule": 10},
+        "train": {"working": 10, "starting": 2 + 8 + 1, "pool": 40 + 29},
+    }
+
+
 def test_a_killed_process_ends_with_the_last_that_is_known_of_it() -> None:
     assert session_ends(SESSIONS, RESUMED) == [20, 130]
     assert session_ends(SESSIONS[:1], RESUMED) == [127]
