@@ -34,6 +34,7 @@ class Facts:
     discarded_tokens: Mapping[str, int] = field(default_factory=dict)  # group_id -> response tokens that no row holds
     # group_id -> finish_reason -> response tokens of each sample that ended, of groups that the rollout dropped
     dropped_lengths: Mapping[str, Mapping[str, list[int]]] = field(default_factory=dict)
+    discarded_calls: Mapping[str, int] = field(default_factory=dict)  # group_id -> reward calls that no row holds
     cursor: Mapping[str, JSON] = field(default_factory=dict)  # of the source, AFTER the prompts drawn (rollout: sent)
     metrics: Mapping[str, float] = field(default_factory=dict)  # by the field's names: reward/mean, response_length/max
 

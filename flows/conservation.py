@@ -16,7 +16,7 @@ from data.refs import DatasetRef
 from data.store import Store
 from flows.balance import IN_FLIGHT, WAITING, Books, imbalances, read_books
 from flows.graph import Graph, GraphNode, load_graph
-from flows.pool_time import working_seconds
+from flows.pool_time import shared_seconds
 from flows.show import run_folder
 from flows.throughput import device_counts, run_devices
 
@@ -25,8 +25,9 @@ SHOWN = 5  # groups that are not balanced
 
 @dataclass
 class Cost:
-    """What some groups took. A device second is a second in which a stage worked, times the devices of its pool; those
-    of a stage are shared out over the groups it worked on by their response tokens."""
+    """What some groups took. A device second is a second in which a stage worked, times the devices of its pool; where
+    several worked there at once, each has an equal part of it. Those of a stage are shared out over the groups it
+    worked on by their response tokens."""
 
     groups: float = 0
     samples: float = 0
@@ -70,9 +71,9 @@ def conservation(folder: Path) -> Conservation:
     finally:
         ledger.close()
     over = {number for number, values in history.items() if "time/iteration" in values}
-    by_iteration: dict[int, list[StageRow]] = {}
-    for row in stages:
-        by_iteration.setdefault(row.iteration, []).append(row)
+    by_iteration: dict[int, list[tuple[StageRow, float]]] = {}
+    for row, seconds in zip(stages, shared_seconds(stages), strict=True):
+        by_iteration.setdefault(row.iteration, []).append((row, seconds))
     outcomes: dict[str, Cost] = {"trained": Cost(), WAITING: Cost(), IN_FLIGHT: Cost()}
     unbalanced: list[str] = []
     for number, found in books.items():
@@ -100,6 +101,10 @@ def _costs(store: Store, graph: Graph, iteration: int, books: Books, rewards: in
     for node in graph.of_stage("reward"):
         for group, _ in _lengths(store, iteration, node, "response_ids"):
             costs[group].add(Cost(reward_calls=rewards))
+        scored = store.committed(iteration, node.name)
+        for group, calls in scored.facts.discarded_calls.items() if scored else ():
+            if group in costs:  # a rollout that began anew may not have issued what it had sent before
+                costs[group].add(Cost(reward_calls=calls))
     return costs
 
 
@@ -114,18 +119,21 @@ def _lengths(store: Store, iteration: int, node: GraphNode, column: str) -> list
 
 def _share_seconds(
     costs: Mapping[str, Cost],
-    stages: list[StageRow],
+    stages: list[tuple[StageRow, float]],
     graph: Graph,
     experiment: Experiment,
     books: Books,
 ) -> None:
-    """Share out the device seconds of an iteration's stages: an update's over what was trained, others' over all."""
+    """Share out the device seconds of an iteration's stages: an update's over what was trained, others' over all.
+
+    stages: attempts, each with the seconds of its pool that are its own.
+    """
     devices, trained = device_counts(experiment), {group for group in costs if books.issued.get(group) == "trained"}
     nodes = {node.name: node for node in graph if node.stage.output != "policy" or node.stage.name == "update"}
-    for row in stages:
+    for row, own in stages:
         if (node := nodes.get(row.node)) is None or node.stage.role == "cpu" or node.stage.reads == "trained":
             continue  # publish and evaluation are for no group
-        seconds = working_seconds(row) * devices[node.pool]
+        seconds = own * devices[node.pool]
         groups = trained if node.stage.name == "update" else costs.keys()
         tokens = sum(costs[group].response_tokens for group in groups)
         for group in groups:

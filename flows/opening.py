@@ -5,8 +5,8 @@ import gc
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,12 +26,12 @@ from flows.devices import claimed
 from flows.display import Display, LineTable, Quiet
 from flows.doctor import remember_flow_run
 from flows.graph import Graph, GraphNode
-from flows.pool_time import PUBLISH, WORKING
+from flows.pool_time import CLAIM, PUBLISH, STARTING, WORKING
 from flows.pools import Leases
 from flows.preflight import crowded, preflight
 from flows.recovery import checkpoint_if_due, recover
 from flows.services import Services, start_services
-from flows.waits import Clock
+from flows.waits import POOL, Clock
 from tasks.handover import Handover
 from tasks.publish import publish_to_engines
 from tasks.stage import Context, GroupStream
@@ -192,7 +192,7 @@ async def open_run(
                 store = Store(folder, folder.name)
                 check_resumed(store, ledger, graph, ledger.metrics())
                 async with (
-                    claimed(loaded.experiment, folder, display.message),
+                    own_devices(loaded.experiment, folder, ledger, display.message),
                     start_services(loaded.experiment, folder, display.message) as services,
                 ):
                     handover = co_located_handover(loaded.experiment, services, ledger, folder)
@@ -208,6 +208,34 @@ async def open_run(
         finally:
             ledger.close()
             gc.freeze()  # or the interpreter's last collection goes through all of torch: 1.3 s, 7 s on a busy machine
+
+
+@asynccontextmanager
+async def own_devices(
+    experiment: Experiment, folder: Path, ledger: Ledger, say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Hold the run's devices for the block; where another run had them, the wait is in the ledger.
+
+    It may take hours, in which nothing starts.
+    """
+    waited = False
+
+    def tell(message: str) -> None:  # a claim has something to say where it waits
+        nonlocal waited
+        waited = True
+        say(message)
+
+    async with AsyncExitStack() as stack:
+        clock, state = Clock(0, CLAIM, kind=STARTING), "failed"
+        try:
+            with clock.waiting(POOL, "another run has the devices"):
+                await stack.enter_async_context(claimed(experiment, folder, tell))
+            state = "completed"
+        finally:
+            clock.stop()
+            if waited:
+                ledger.record_stage(clock.row(state))
+        yield
 
 
 def co_located_handover(experiment: Experiment, services: Services, ledger: Ledger, folder: Path) -> Handover | None:

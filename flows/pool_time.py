@@ -17,6 +17,7 @@ from flows.waits import HANDOVER, POOL, QUEUE, REWARD, UPSTREAM, WEIGHTS
 
 WORKING, PUBLISH, STARTING, FAILED = "working", "publish", "starting", "failed"
 HAND_OVER = "hand-over"
+CLAIM = "claim"  # the attempt of iteration 0, at no pool of its own, that waits for devices which another run has
 SCHEDULE = "schedule"  # stages are at work elsewhere, and none waits that would go on here
 OTHER = "other"  # no stage of any pool is at work and none waits here: accounting, orchestration, stopping
 WAITS = {UPSTREAM: "data", WEIGHTS: "weights", REWARD: "reward", POOL: "pool", QUEUE: "queue", HANDOVER: HAND_OVER}
@@ -48,6 +49,28 @@ def working_spans(row: StageRow, until: float | None = None) -> list[Period]:
 def working_seconds(row: StageRow) -> float:
     """Seconds of work of an attempt that has ended."""
     return sum(end - start for start, end in working_spans(row))
+
+
+def shared_seconds(rows: Sequence[StageRow]) -> list[float]:
+    """Each attempt's part of its pool's seconds, in the order of the rows.
+
+    A second in which several attempts work at a pool is divided equally among them, so that those of a pool add up to
+    the seconds in which at least one of them worked.
+    """
+    changes: dict[str, list[tuple[float, int, int]]] = {}
+    for index, row in enumerate(rows):
+        for start, end in working_spans(row):
+            changes.setdefault(row.pool, []).extend([(start, 1, index), (end, -1, index)])
+    seconds = [0.0] * len(rows)
+    for pool in changes.values():
+        at_work: list[int] = []
+        reach = 0.0
+        for at, step, index in sorted(pool):
+            for working in at_work:
+                seconds[working] += (at - reach) / len(at_work)
+            reach = at
+            (at_work.append if step > 0 else at_work.remove)(index)
+    return seconds
 
 
 def outside_stage_work(rows: Iterable[StageRow], began: float, ended: float) -> float:
@@ -217,13 +240,18 @@ def session_ends(sessions: Sequence[SessionRow], rows: Sequence[StageRow], now: 
 def run_seconds(
     sessions: Sequence[SessionRow], rows: Sequence[StageRow], pools: Collection[str]
 ) -> dict[str, dict[str, float]]:
-    """pool -> cause -> seconds over the whole run: the time of all its processes, without that between them."""
+    """pool -> cause -> seconds over the whole run: the time of all its processes, without that between them.
+
+    A process starts until it is ready, but for the time in which another run had its devices: that is a wait for them.
+    """
     ends = session_ends(sessions, rows)
     periods = [Period(session.started, end) for session, end in zip(sessions, ends, strict=True)]
-    starts = [
-        StageRow(0, STARTING, "completed", session.started, min(session.ready or end, end), kind=STARTING)
-        for session, end in zip(sessions, ends, strict=True)
-    ]
+    claims = [wait for row in rows if row.node == CLAIM and not row.pool for wait in row.spans]
+    starts = []
+    for session, end in zip(sessions, ends, strict=True):
+        ready = min(session.ready or end, end)
+        waits = tuple(wait for wait in claims if session.started <= wait.start < ready)
+        starts.append(StageRow(0, STARTING, "completed", session.started, ready, waits, kind=STARTING))
     return pool_seconds([*starts, *rows], pools, periods)
 
 

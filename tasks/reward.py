@@ -3,9 +3,10 @@
 import asyncio
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +21,13 @@ from tasks.together import all_or_first_error
 
 CONSUMES = ("sample_id", "prompt_text", "response_text", "answer", "prompt_data", "finish_reason", "response_ids")
 
-Score = tuple[tuple[str, bytes], Result]  # of an answer, and which one that is
+
+class Score(NamedTuple):
+    """Of a sample that came before the rollout ended."""
+
+    answer: tuple[str, bytes]  # which one it is of: the sample may have another in the end
+    result: Result
+    group: str
 
 
 def produced(experiment: Experiment) -> list[str]:
@@ -35,17 +42,29 @@ async def reward(inputs: Inputs, context: Context) -> Columns:
     rollout has otherwise, or what did not come, is scored at the end. Raises StageError when more samples fail than
     `reward.max_failed_share` allows, or any with `on_failure: fail`.
     """
-    scores = await _score_arriving(inputs.arriving, context) if inputs.arriving else {}
+    scores, scored = await _score_arriving(inputs.arriving, context) if inputs.arriving else ({}, Counter[str]())
     rollout = (await inputs.whole()).table
     assert rollout is not None
-    table = await score_rows(rollout, context.experiment.reward, context.rewards, context.progress, scores)
-    return Columns(table, Facts(reward_code_digest=context.rewards.digest, metrics=reward_metrics(table)))
+    settings, known = context.experiment.reward, _known(rollout, scores)
+    results = {row: score.result for row, score in known.items()}
+    table = await score_rows(rollout, settings, context.rewards, context.progress, results)
+    scored.subtract(score.group for score in known.values())
+    facts = Facts(
+        reward_code_digest=context.rewards.digest,
+        discarded_calls={group: answers * len(settings.functions) for group, answers in (+scored).items()},
+        metrics=reward_metrics(table),
+    )
+    return Columns(table, facts)
 
 
-async def _score_arriving(arriving: Arriving, context: Context) -> dict[str, Score]:
-    """The score of every sample that came before the rollout ended, by sample id."""
+async def _score_arriving(arriving: Arriving, context: Context) -> tuple[dict[str, Score], Counter[str]]:
+    """The score of every sample that came before the rollout ended, by sample id; and answers scored, by group.
+
+    Those are more than the scores where a group came again, and more than the rows' where it was not kept.
+    """
     experiment = context.experiment
     scores: dict[str, Score] = {}
+    scored: Counter[str] = Counter()
     groups = experiment.prompts.per_iteration
     size, most = (
         count * experiment.rollout.samples_per_prompt
@@ -55,11 +74,13 @@ async def _score_arriving(arriving: Arriving, context: Context) -> dict[str, Sco
     async def score(group: Group) -> None:
         rows = await asyncio.to_thread(group.read)
         ids = rows["sample_id"].to_pylist()
-        failed = [text for sample, (_, result) in scores.items() if (text := failure(sample, result))]
+        failed = [text for sample, score in scores.items() if (text := failure(sample, score.result))]
         results = await context.rewards.score(_samples(rows), ids, lambda done: None, total=most, failed=failed)
-        scores.update(zip(ids, zip(_answers(rows), results, strict=True), strict=True))
-        scored = _table(results, experiment.reward).append_column("group_id", rows["group_id"])
-        arriving.judge(group, dropped_groups(scored).get(group.id, ""))
+        scored[group.id] += len(ids)
+        for sample, answer, result in zip(ids, _answers(rows), results, strict=True):
+            scores[sample] = Score(answer, result, group.id)
+        rewards = _table(results, experiment.reward).append_column("group_id", rows["group_id"])
+        arriving.judge(group, dropped_groups(rewards).get(group.id, ""))
         context.progress(len(scores), max(len(scores), size), "samples")
 
     working: set[asyncio.Task[None]] = set()
@@ -68,7 +89,17 @@ async def _score_arriving(arriving: Arriving, context: Context) -> dict[str, Sco
             task = tasks.create_task(score(group))
             working.add(task)
             task.add_done_callback(working.discard)
-    return scores
+    return scores, scored
+
+
+def _known(table: pa.Table, scores: Mapping[str, Score]) -> dict[int, Score]:
+    """The scores that are of the table's own answers, by row."""
+    known: dict[int, Score] = {}
+    ids = table["sample_id"].to_pylist()
+    for row, answer in enumerate(_answers(table) if scores else ()):
+        if (score := scores.get(ids[row])) and score.answer == answer:
+            known[row] = score
+    return known
 
 
 async def score_rows(
@@ -76,14 +107,10 @@ async def score_rows(
     settings: Reward,
     workers: RewardWorkers,
     progress: Callable[[int, int, str], None],
-    scores: Mapping[str, Score] = MappingProxyType({}),
+    known: Mapping[int, Result] = MappingProxyType({}),
 ) -> pa.Table:
-    """The reward columns for rows with CONSUMES, in their order. `scores`: what is known already, by sample id."""
+    """The reward columns for rows with CONSUMES, in their order. `known`: results that are there already, by row."""
     ids = table["sample_id"].to_pylist()
-    known: dict[int, Result] = {}
-    for row, answer in enumerate(_answers(table) if scores else ()):
-        if ids[row] in scores and scores[ids[row]][0] == answer:
-            known[row] = scores[ids[row]][1]
     left = [row for row in range(len(ids)) if row not in known]
     found = await workers.score(
         _samples(table.take(pa.array(left, pa.int64()))),
@@ -92,7 +119,7 @@ async def score_rows(
         total=len(ids),
         failed=[text for row, result in known.items() if (text := failure(ids[row], result))],
     )
-    results = known | dict(zip(left, found, strict=True))
+    results = dict(known) | dict(zip(left, found, strict=True))
     return _table([results[row] for row in range(len(ids))], settings)
 
 

@@ -99,6 +99,8 @@ def test_the_manifest_holds_every_fact_and_the_file_holds_the_same(store: Store,
         config_digest="c",
         dropped={"g3": "timeout", "g4": "timeout", "g5": "refused"},
         dropped_lengths={"g3": {"stop": [4, 9], "length": [64]}},
+        discarded_tokens={"g3": 7},
+        discarded_calls={"g4": 2},
         cursor={"epoch": 0, "position": 16},
         metrics={"reward/mean": 0.25},
     )

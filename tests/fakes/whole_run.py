@@ -136,11 +136,11 @@ class WholeRun:
         found = self.facts(logprob_kind="temperature", **facts)
         return self.store.commit_rows(iteration, "rollout", rows, key="sample_id", parents=parents, facts=found)
 
-    def score(self, iteration: int, groups: int = 1) -> DatasetRef:
+    def score(self, iteration: int, groups: int = 1, **reward_facts: Any) -> DatasetRef:
         """Reward and reference beside each other, joined by advantage, which drops all but the first `groups`."""
         rollout, count = self.ref(iteration, "rollout"), GROUPS * SAMPLES
         rewards = declared({"rewards": [0.5 * i for i in range(count)]})
-        reward = self.store.commit_columns(iteration, "reward", rollout, rewards, facts=self.facts())
+        reward = self.store.commit_columns(iteration, "reward", rollout, rewards, facts=self.facts(**reward_facts))
         logprobs = declared({"ref_logprobs": [[-1.0, -1.0]] * count})
         reference = self.store.commit_columns(iteration, "reference", rollout, logprobs, facts=self.facts())
         dropped = {f"i{iteration:06d}-g{g:03d}": "slow" for g in range(groups, GROUPS)}

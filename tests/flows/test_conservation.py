@@ -12,6 +12,19 @@ from tasks.engines.toy import write_model
 from tests.fakes.whole_run import WholeRun
 
 
+def worked(
+    run: WholeRun,
+    iteration: int,
+    node: str,
+    pool: str,
+    start: float,
+    end: float,
+    *waits: Wait,
+    state: str = "completed",
+) -> None:
+    run.ledger.record_stage(StageRow(iteration, node, state, start, end, waits, pool))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> WholeRun:
     run = WholeRun.start(tmp_path / "demo-001", write_model(tmp_path / "model"), "pools.rollout.engines=3")
@@ -21,11 +34,11 @@ def run(tmp_path: Path) -> WholeRun:
     run.score(1)
     run.update(1)
     run.ledger.settle_groups({"i000001-g000": "trained"})
-    run.ledger.record_stage(StageRow(1, "rollout", "completed", 10.0, 14.0))
-    run.ledger.record_stage(StageRow(1, "reward", "completed", 14.0, 20.0))  # no device
-    run.ledger.record_stage(StageRow(1, "update", "failed", 15.0, 16.0))
-    run.ledger.record_stage(StageRow(1, "update", "completed", 20.0, 23.0, (Wait("AwaitingUpstream", 20.0, 21.0),)))
-    run.ledger.record_stage(StageRow(1, "publish", "completed", 23.0, 24.0))  # for no group
+    worked(run, 1, "rollout", "rollout", 10.0, 14.0)
+    worked(run, 1, "reward", "cpu", 14.0, 20.0)  # no device
+    worked(run, 1, "update", "train", 15.0, 16.0, state="failed")
+    worked(run, 1, "update", "train", 20.0, 23.0, Wait("AwaitingUpstream", 20.0, 21.0))
+    worked(run, 1, "publish", "rollout", 23.0, 24.0)  # for no group
     run.prompts(2)
     run.issue(2)
     return run
@@ -48,6 +61,33 @@ def test_every_group_is_counted_once_with_what_it_cost(run: WholeRun) -> None:
     after = conservation(run.folder).outcomes
     assert (after["in flight"].groups, after["waiting"].groups, after["waiting"].response_tokens) == (0, 2, 8)
     run.ledger.close()
+
+
+def test_a_second_of_a_device_counts_once_where_rollouts_overlap(tmp_path: Path) -> None:
+    run = WholeRun.start(tmp_path / "r", write_model(tmp_path / "model"), "pools.rollout.engines=3")
+    for number, start in ((1, 0.0), (2, 2.0)):
+        run.prompts(number)
+        run.issue(number)
+        worked(run, number, "rollout", "rollout", start, 10.0)
+    run.rollout(1)
+    run.ledger.close()
+    outcomes = conservation(run.folder).outcomes
+    # 0-2 is the first's, 2-10 half of each: 6 s and 4 s on 3 engines, not 10 s and 8 s.
+    assert (outcomes["waiting"].rollout_device_s, outcomes["in flight"].rollout_device_s) == (18.0, 12.0)
+
+
+def test_calls_on_answers_that_no_row_holds_count_for_their_group(tmp_path: Path) -> None:
+    run = WholeRun.start(tmp_path / "r", write_model(tmp_path / "model"))
+    run.prompts(1)
+    run.issue(1)
+    run.rollout(1)
+    # The second group was generated again after two answers were scored; a rollout that began anew sent no g009.
+    run.score(1, discarded_calls={"i000001-g001": 6, "i000001-g009": 5})
+    run.ledger.close()
+    outcomes = conservation(run.folder).outcomes
+    rewards = len(run.loaded.experiment.reward.functions)
+    assert outcomes["waiting"].reward_calls == 2 * rewards
+    assert outcomes["dropped/slow"].reward_calls == 2 * rewards + 6
 
 
 def test_the_command_prints_the_balance_and_says_where_there_is_none(

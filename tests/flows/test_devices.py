@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,9 +18,13 @@ from prefect.exceptions import ObjectNotFound
 from conf.errors import ConfigError, RunError
 from conf.load import load
 from conf.schema import Experiment
+from data.ledger import Ledger
 from flows import devices, preflight
 from flows.devices import claimed, devices_of_run, limit_name
 from flows.doctor import SLOTS, recall, remember
+from flows.opening import own_devices
+from flows.pool_time import CLAIM, STARTING
+from flows.waits import POOL
 from tests.conf.experiments import load_with
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -90,6 +95,52 @@ def test_a_second_run_that_wants_one_of_them_waits_and_says_for_whom(tmp_path: P
         assert order == [
             f"waiting for cpu:2: run {first.resolve()} (process {os.getpid()}) has it", "first ends", "second",
         ]  # fmt: skip
+
+    asyncio.run(main())
+
+
+def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> None:
+    async def main() -> None:
+        said: list[str] = []
+
+        async def told() -> bool:
+            return bool(said)
+
+        async def claim(ledger: Ledger, folder: Path) -> None:
+            async with own_devices(experiment(tmp_path, 8), folder, ledger, said.append):
+                assert [row.state for row in ledger.stages()] == ["completed"]  # before anything starts
+
+        goes_on, stopped = run_folder(tmp_path, "b"), run_folder(tmp_path, "c")
+        async with AsyncExitStack() as stack:
+            ledgers = [Ledger(folder / "ledger.sqlite") for folder in (goes_on, stopped)]
+            for ledger in ledgers:
+                stack.callback(ledger.close)
+            async with claimed(experiment(tmp_path, 8), run_folder(tmp_path, "a"), said.append):
+                interrupted = asyncio.create_task(claim(ledgers[1], stopped))
+                await eventually(told)
+                interrupted.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await interrupted
+                said.clear()
+                waiting = asyncio.create_task(claim(ledgers[0], goes_on))
+                await eventually(told)
+            await waiting
+            for ledger, state in zip(ledgers, ("completed", "failed"), strict=True):
+                (row,) = ledger.stages()
+                assert (row.iteration, row.node, row.pool, row.kind, row.state) == (0, CLAIM, "", STARTING, state)
+                assert [wait.cause for wait in row.spans] == [POOL]
+
+    asyncio.run(main())
+
+
+def test_devices_that_are_free_leave_no_wait(tmp_path: Path) -> None:
+    async def main() -> None:
+        folder = run_folder(tmp_path, "a")
+        ledger = Ledger(folder / "ledger.sqlite")
+        async with own_devices(experiment(tmp_path, 9), folder, ledger, lambda text: None):
+            assert ledger.stages() == []
+        assert ledger.stages() == []
+        ledger.close()
 
     asyncio.run(main())
 

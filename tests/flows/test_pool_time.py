@@ -4,6 +4,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from flows.pool_time import (
     pool_seconds,
     run_seconds,
     session_ends,
+    shared_seconds,
     unaccounted,
     working_seconds,
     working_spans,
@@ -143,6 +145,17 @@ def test_a_stage_that_streams_works_and_waits_by_turns() -> None:
     ]  # fmt: skip
 
 
+def test_a_second_at_which_several_work_at_a_pool_is_divided_among_them() -> None:
+    first, second = row("rollout", "rollout", 0, 10), row("rollout", "rollout", 2, 10, iteration=2)
+    assert shared_seconds([first, second]) == [6, 4]
+    assert shared_seconds([second, row("update", "train", 0, 10), first]) == [4, 10, 6]
+    publish = row(
+        "publish", "rollout", 0, 9, Wait(WEIGHTS, 0, 5), Wait(POOL, 6, 8)
+    )  # works from 5 to 6 and from 8 to 9
+    assert shared_seconds([first, publish]) == [9, 1]
+    assert shared_seconds([]) == []
+
+
 def test_rollouts_share_their_pool_and_a_publish_counts_before_them() -> None:
     rows = [
         row("rollout", "rollout", 0, 5),
@@ -197,6 +210,21 @@ def test_a_resumed_run_is_the_time_of_its_processes_without_that_between_them() 
     }
 
 
+def test_what_another_run_held_up_is_a_wait_for_the_pool_and_not_the_start() -> None:
+    sessions = [SessionRow(0, ready=50, ended=60), SessionRow(100, ended=130)]  # the second was stopped while it waited
+    rows = [
+        row("claim", "", 2, 42, Wait(POOL, 2, 42), iteration=0, kind="starting"),
+        row("restore", "train", 44, 46, iteration=0, kind="starting"),
+        row("publish", "rollout", 46, 49, iteration=0),
+        row("update", "train", 50, 60),
+        row("claim", "", 101, 130, Wait(POOL, 101, 130), iteration=0, kind="starting", state="failed"),
+    ]
+    assert run_seconds(sessions, rows, ["rollout", "train"]) == {
+        "rollout": {"publish": 3, "starting": 2 + 8 - 3 + 1, "pool": 40 + 29, "schedule": 10},
+        "train": {"working": 10, "starting": 2 + 8 + 1, "pool": 40 + 29},
+    }
+
+
 def test_a_killed_process_ends_with_the_last_that_is_known_of_it() -> None:
     assert session_ends(SESSIONS, RESUMED) == [20, 130]
     assert session_ends(SESSIONS[:1], RESUMED) == [127]
@@ -245,6 +273,18 @@ def attempts(draw: st.DrawFn) -> StageRow:
         "rollout",
         draw(st.sampled_from(KINDS)),
     )
+
+
+@given(st.lists(attempts(), max_size=8))
+def test_the_seconds_of_a_pools_attempts_add_up_to_those_in_which_one_worked(rows: list[StageRow]) -> None:
+    seconds = shared_seconds(rows)
+    for pool in POOLS:
+        here = [index for index, row in enumerate(rows) if row.pool == pool]
+        moments = {
+            at for index in here for span in working_spans(rows[index]) for at in range(int(span.start), int(span.end))
+        }
+        assert sum(seconds[index] for index in here) == pytest.approx(len(moments))
+        assert all(0 <= seconds[index] <= working_seconds(rows[index]) + 1e-9 for index in here)
 
 
 def at_work(row: StageRow, at: float, until: float) -> str:

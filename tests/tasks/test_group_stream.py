@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,7 @@ def test_a_group_is_scored_and_judged_before_the_last_one_is_complete() -> None:
         out = await s.commit(first, second)
         assert out.table["rewards"].to_pylist() == [1.0, 2.0, 3.0, 3.0]
         assert s.workers.scored == ["g0-s00", "g0-s01", "g1-s00", "g1-s01"]  # nothing twice
+        assert out.facts.discarded_calls == {}
 
     scene(body)
 
@@ -157,6 +159,7 @@ def test_an_answer_that_was_generated_again_is_scored_again(old: pa.Table, new: 
         assert out.table["rewards"].to_pylist() == [float(ids[0]) for ids in new["response_ids"].to_pylist()]
         assert s.workers.scored[:2] == ["g0-s00", "g0-s01"]
         assert "g0-s00" in s.workers.scored[2:]
+        assert out.facts.discarded_calls == {"g0": len(s.workers.scored) - 2}
 
     scene(body)
 
@@ -173,9 +176,31 @@ def test_a_verdict_on_an_answer_that_was_taken_back_meanwhile_says_nothing() -> 
         s.workers.gate.set()
         await until(lambda: s.stream.verdict("g0") is not None)
         assert s.stream.verdict("g0") == ""
-        assert (await s.commit(again)).table["rewards"].to_pylist() == [1.0, 2.0]
+        out = await s.commit(again)
+        assert out.table["rewards"].to_pylist() == [1.0, 2.0]
+        assert out.facts.discarded_calls == {"g0": 2}  # 4 were made, for 2 rows
 
     scene(body)
+
+
+def test_calls_for_groups_that_no_row_holds_are_counted() -> None:
+    """Three groups were scored, each member by two functions; one is committed, with one that never came."""
+    functions = {name: RewardFunction("m:f") for name in ("f", "g")}
+
+    class Two(Workers):
+        async def score(self, *args: Any, **options: Any) -> list[dict[str, Outcome]]:
+            return [{"f": result["f"], "g": result["f"]} for result in await super().score(*args, **options)]
+
+    async def body(s: Scene) -> None:
+        kept, surplus, late = rows("g0", [1], [2]), rows("g1", [1], [2], [3]), rows("g3", [1], [2])
+        for table in (kept, surplus, rows("g2", [4])):
+            s.put(table)
+        await until(lambda: all(s.stream.verdict(group) is not None for group in ("g0", "g1", "g2")))
+        out = await s.commit(kept, late)
+        assert out.facts.discarded_calls == {"g1": 6, "g2": 2}
+
+    experiment = replace(EXPERIMENT, reward=Reward(functions=functions))
+    scene(body, experiment, Two())
 
 
 def test_only_time_without_anything_to_score_is_a_wait() -> None:
