@@ -39,19 +39,17 @@ class Facts:
     metrics: Mapping[str, float] = field(default_factory=dict)  # by the field's names: reward/mean, response_length/max
 
     def to_json(self) -> dict[str, Any]:
-        """Every fact, and how many groups were dropped for each reason.
-
-        Without `dropped_lengths` where there are none: manifests written before they were recorded stay canonical.
-        """
-        facts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "dropped_lengths"}
-        if self.dropped_lengths:
-            facts["dropped_lengths"] = {group: dict(lengths) for group, lengths in self.dropped_lengths.items()}
-        plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in facts.items()}
+        """Every fact, and how many groups were dropped for each reason."""
+        plain = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {**plain, "dropped_counts": dict(Counter(self.dropped.values()))}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         return cls(**{k: v for k, v in value.items() if k != "dropped_counts"})
+
+
+def _plain(value: Any) -> Any:
+    return {key: _plain(below) for key, below in value.items()} if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True)

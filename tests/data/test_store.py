@@ -120,12 +120,6 @@ def test_the_manifest_holds_every_fact_and_the_file_holds_the_same(store: Store,
     assert file.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o444
 
 
-def test_a_manifest_from_before_lengths_of_dropped_groups_were_recorded_is_canonical() -> None:
-    facts = Facts(dropped={"g3": "timeout"})
-    assert "dropped_lengths" not in facts.to_json()
-    assert Facts.from_json(facts.to_json()) == facts
-
-
 def test_equal_content_has_equal_bytes_however_it_is_chunked(store: Store, tmp_path: Path) -> None:
     ref = commit(store)
     whole = pa.concat_tables([rollout()] * 3)
