@@ -430,6 +430,7 @@ def _idle(experiment: Experiment) -> Iterator[Problem]:
         for name in ("queue_groups", "queue_tokens"):
             yield f"schedule.{name}", "schedule.kind is sync: one batch at a time"
     else:
+        yield "update.max_logprob_diff", "where updates lie between, engine and trainer are apart by what those learned"
         yield from _idle_queue(e)
     if e.evaluate.every == 0:
         for name in ("prompts", "samples_per_prompt", "temperature"):

@@ -223,7 +223,10 @@ class Update:
     checkpoint_every: int = setting(5, "iterations between training checkpoints", unit="iterations", ge=1)
     keep_checkpoints: int = setting(2, "training checkpoints kept", ge=1)
     max_logprob_diff: float = setting(
-        0.2, "mean |log-probability of engine - of trainer| over the trained tokens above which the run stops", gt=0
+        0.2,
+        "mean |log-probability of engine - of trainer| over the trained tokens above which the run stops; in step only, "
+        "since the updates between have their part in it where a schedule runs ahead",
+        gt=0,
     )
     start_timeout_s: float = setting(600.0, "deadline for the trainer to load", unit="s", gt=0)
     timeout_s: float = setting(3600.0, "deadline of one trainer command", unit="s", gt=0)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +80,10 @@ class Trainer:
         cores = len(devices) or len(os.sched_getaffinity(0))
         self._threads = pool.threads or max(1, cores // self.ranks)
         self._update = experiment.update
+        if experiment.schedule.ahead:
+            # The behaviour policy may be older than the trainer's: how far the two are apart is then also what the
+            # updates between have learned. Each publish's probe compares engine and trainer at the same weights.
+            self._update = replace(experiment.update, max_logprob_diff=math.inf)
         self._withheld = {experiment.rollout.api_key_env, experiment.rollout.admin_key_env}
         self._logs = [run_dir / "logs" / f"trainer-rank{rank}.log" for rank in range(self.ranks)]
         self._spec = Spec(
@@ -88,7 +93,7 @@ class Trainer:
             device=experiment.model.device,
             seed=experiment.seed,
             temperature=experiment.rollout.temperature,
-            update=experiment.update,
+            update=self._update,
         )
         self._processes: list[asyncio.subprocess.Process] = []
         self._ends: list[asyncio.Task[int]] = []

@@ -274,6 +274,10 @@ def test_a_stage_of_ones_own_may_produce_the_reference(tmp_path: Path) -> None:
             "schedule.max_lag has no effect: schedule.queue_groups 23 has room for 2 batch(es) of 8, so no sample gets "
             "more than 2 update(s) old",
         ),
+        (
+            ["update={max_logprob_diff: 1, correction: {kind: ratio}}", "schedule.kind=one_step_off"],
+            "update.max_logprob_diff has no effect: where updates lie between",
+        ),
         (["rollout.accept_stale_kv=true"], "rollout.accept_stale_kv has no effect: rollout.kv_policy is pin"),
         (["pools.gpu={roles: [cpu]}"], "pools.gpu has no effect: no node of the graph runs in it"),
         (["pools.rollout.memory_share=0.5"], "pools.rollout.memory_share has no effect: model.device is cpu, where"),

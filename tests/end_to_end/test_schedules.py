@@ -20,7 +20,7 @@ EXPERIMENT = """\
 extends: small.yaml
 iterations: 5
 evaluate: {every: 2}
-update: {correction: {kind: ratio}, checkpoint_every: 2, max_logprob_diff: 5}
+update: {correction: {kind: ratio}, checkpoint_every: 2}
 graph:
   drop_short: null # so that reward and reference read the rollout itself, and begin with its first group
   reward: {needs: [rollout]}

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from conf.errors import ConfigError, TrainerError
-from conf.schema import KL, Correction, Update
+from conf.schema import KL, Correction, Schedule, Update
 from data.model_files import model_tensors
 from data.package import Receipt, content_digest
 from data.refs import DatasetRef
@@ -30,6 +30,7 @@ from data.store import Store
 from tasks.trainer import batches
 from tasks.trainer.client import Status, Trainer, rank_environment
 from tasks.trainer.engine import deepspeed_config, learning_rate
+from tasks.trainer.spec import Spec
 from tests.tasks.training import ROOT, RUN, SETTINGS, Local, commit_samples, experiment, quiet, run_ranks
 
 SIMPLE = Update(learning_rate=1e-2, precision="fp32", max_logprob_diff=10.0)
@@ -267,6 +268,15 @@ def test_engine_and_trainer_too_far_apart_is_refused_before_the_weights_change(
     assert_equal_weights(trainer.weights(), before)
     with pytest.raises(TrainerError, match="export is refused, because an update failed"):
         trainer.export(tmp_path / "staging")
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("sync", 10.0), ("one_step_off", math.inf), ("async", math.inf)])
+def test_where_updates_lie_between_engine_and_trainer_may_be_apart(
+    model: Path, tmp_path: Path, kind: Any, limit: float
+) -> None:
+    settings = replace(experiment(model, SIMPLE), schedule=Schedule(kind=kind))
+    Trainer(settings, tmp_path, RUN)._spec.write(tmp_path / "spec.json")
+    assert Spec.read(tmp_path / "spec.json").update == replace(SIMPLE, max_logprob_diff=limit)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
