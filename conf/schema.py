@@ -224,8 +224,8 @@ class Update:
     keep_checkpoints: int = setting(2, "training checkpoints kept", ge=1)
     max_logprob_diff: float = setting(
         0.2,
-        "mean |log-probability of engine - of trainer| over the trained tokens above which the run stops; in step only, "
-        "since the updates between have their part in it where a schedule runs ahead",
+        "mean |log-probability of engine - of trainer| over the trained tokens above which the run stops; in step "
+        "only, since the updates between have their part in it where a schedule runs ahead",
         gt=0,
     )
     start_timeout_s: float = setting(600.0, "deadline for the trainer to load", unit="s", gt=0)
