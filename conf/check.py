@@ -447,7 +447,7 @@ def _idle(experiment: Experiment) -> Iterator[Problem]:
 def _idle_queue(experiment: Experiment) -> Iterator[Problem]:
     """Of the lag limit and the queue's bound in groups each lets some batches run ahead: the smaller one decides."""
     schedule, batch = experiment.schedule, experiment.sampling.candidates(experiment.prompts.per_iteration)
-    ahead, most = schedule.lag_limit, (schedule.lag_limit + 1) * batch
+    ahead, most = schedule.lag_limit, schedule.most_groups(batch)
     held = schedule.queue_groups // batch
     if schedule.queue_groups >= most:
         reason = f"a lag of at most {ahead} lets no more than {most} groups be there ({ahead + 1} batches of {batch})"

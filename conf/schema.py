@@ -292,6 +292,10 @@ class Schedule:
     def lag_limit(self) -> int:
         return {"sync": 0, "one_step_off": 1}.get(self.kind, self.max_lag)
 
+    def most_groups(self, batch: int) -> int:
+        """Groups that the lag limit lets be issued and not yet taken by an update, where a batch has `batch` groups."""
+        return (self.lag_limit + 1) * batch
+
     @property
     def ahead(self) -> bool:
         """Whether stages of several iterations run at the same time."""

@@ -28,7 +28,7 @@ from flows.doctor import remember_flow_run
 from flows.graph import Graph, GraphNode
 from flows.pool_time import CLAIM, PUBLISH, STARTING, WORKING
 from flows.pools import Leases
-from flows.preflight import crowded, preflight
+from flows.preflight import preflight, warnings
 from flows.recovery import checkpoint_if_due, recover
 from flows.services import Services, start_services
 from flows.waits import POOL, Clock
@@ -176,7 +176,7 @@ async def open_run(
     loaded = load_run(experiment, overrides, iterations)
     graph = await asyncio.to_thread(preflight, loaded)
     display = DISPLAY.get() or Quiet()
-    for warning in [*loaded.warnings, *crowded(loaded.experiment)]:
+    for warning in warnings(loaded):
         display.message(f"warning: {warning}")
     folder = choose_run(loaded, name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,12 +15,9 @@ from conf.pools import co_located, pool_devices
 from conf.schema import Experiment
 from flows.forecast import COMPARED, Case, Costs, Forecast, recommend, schedule_text, waits
 from flows.graph import CHECKPOINT, Graph
-from flows.preflight import crowded, preflight
+from flows.preflight import preflight, warnings
 from flows.simulate import HAND_OVER
 from flows.stage_times import OUTSIDE, PastRun
-
-PER_STEP = "samples per optimizer step"  # a ratio: it has no sum over the run
-VERSIONS = "weight versions published, at most"  # schedule.publish_every leaves iterations out
 
 
 def print_plan(loaded: Loaded, console: Console) -> None:
@@ -35,7 +32,7 @@ def print_plan(loaded: Loaded, console: Console) -> None:
     console.print(_count_table(experiment))
     console.print("resolved settings")
     console.print(Syntax(loaded.text, "yaml", background_color="default", word_wrap=True))
-    for warning in [*loaded.warnings, *crowded(experiment)]:  # last, where they are seen
+    for warning in warnings(loaded):  # last, where they are seen
         console.print(f"warning: {warning}", markup=False, style="yellow", soft_wrap=True)
 
 
@@ -82,7 +79,7 @@ def _schedule_line(experiment: Experiment) -> str:
     schedule = experiment.schedule
     if schedule.ahead and not schedule.queue_groups:
         batch = experiment.sampling.candidates(experiment.prompts.per_iteration)
-        schedule = replace(schedule, queue_groups=(schedule.lag_limit + 1) * batch)
+        schedule = replace(schedule, queue_groups=schedule.most_groups(batch))
     return f"schedule: {schedule_text(schedule)}"
 
 
@@ -104,30 +101,31 @@ def _hand_overs(graph: Graph, experiment: Experiment) -> Iterator[str]:
 
 def _count_table(experiment: Experiment) -> Table:
     table = _table("derived counts", "count", "per iteration", "per run", "unit")
-    for name, count, unit in derived_counts(experiment):
-        times = experiment.iterations
-        if name == VERSIONS:
-            times = math.ceil(times / experiment.schedule.publish_every)
-        per_run = "" if name == PER_STEP else f"{count * times:,}"
-        table.add_row(name, f"{count:,}", per_run, unit)
+    for name, count, times, unit in derived_counts(experiment):
+        table.add_row(name, f"{count:,}", f"{count * times:,}" if times else "", unit)
     return table
 
 
-def derived_counts(experiment: Experiment) -> Iterator[tuple[str, int, str]]:
-    """(what, number per iteration, unit) of everything that follows from the settings."""
+def derived_counts(experiment: Experiment) -> Iterator[tuple[str, int, int, str]]:
+    """(what, number per iteration, how many iterations have it, unit) of everything that follows from the settings.
+
+    0 iterations: a ratio, which has no sum over the run.
+    """
+    n = experiment.iterations
     prompts, size = experiment.prompts.per_iteration, experiment.rollout.samples_per_prompt
     sent = experiment.sampling.candidates(prompts)
     bound = ", at most" if sent > prompts else ""  # with `sampling` more may be generated than is trained
     samples, generated = prompts * size, sent * size
     steps = experiment.update.epochs * experiment.update.mini_batches
-    yield f"prompts drawn{bound}", sent, "prompts"
-    yield "groups", prompts, f"groups of {size} samples"
-    yield f"samples generated{bound}", generated, "samples"
-    yield "tokens generated, at most", generated * experiment.rollout.max_new_tokens, "tokens"
-    yield f"reward calls{bound}", generated * len(experiment.reward.functions), "calls"
-    yield "optimizer steps", steps, "optimizer steps"
-    yield PER_STEP, samples // experiment.update.mini_batches, "samples"
-    yield VERSIONS, 1, "versions"
+    yield f"prompts drawn{bound}", sent, n, "prompts"
+    yield "groups", prompts, n, f"groups of {size} samples"
+    yield f"samples generated{bound}", generated, n, "samples"
+    yield "tokens generated, at most", generated * experiment.rollout.max_new_tokens, n, "tokens"
+    yield f"reward calls{bound}", generated * len(experiment.reward.functions), n, "calls"
+    yield "optimizer steps", steps, n, "optimizer steps"
+    yield "samples per optimizer step", samples // experiment.update.mini_batches, 0, "samples"
+    published = math.ceil(n / experiment.schedule.publish_every)  # the last one publishes too
+    yield "weight versions published, at most", 1, published, "versions"
 
 
 # -- the simulation

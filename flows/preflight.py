@@ -52,7 +52,12 @@ def _check_devices(loaded: Loaded) -> None:
             raise ConfigError(f"{loaded.place(field)}: {field} must be {what} ({known}), got {devices[missing[0]]}")
 
 
-def crowded(experiment: Experiment) -> Iterator[str]:
+def warnings(loaded: Loaded) -> list[str]:
+    """What is allowed and probably not meant: by the settings alone, and on this machine."""
+    return [*loaded.warnings, *_crowded(loaded.experiment)]
+
+
+def _crowded(experiment: Experiment) -> Iterator[str]:
     """What has more processes or threads than it has cores, on a CPU: it runs, and slowly."""
     if experiment.model.device != "cpu":
         return

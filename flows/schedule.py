@@ -71,9 +71,7 @@ class Window:
         self.update = graph.of_stage("update")[0].name
         self.publish = graph.of_stage("publish")[0].name
         self.iterations: dict[int, Iteration] = {}
-        self.queue = Queue(
-            schedule.queue_groups or (schedule.lag_limit + 1) * self.batch, schedule.queue_tokens or math.inf
-        )
+        self.queue = Queue(schedule.queue_groups or schedule.most_groups(self.batch), schedule.queue_tokens or math.inf)
 
     def open(self, number: int) -> Iteration:
         loop = asyncio.get_running_loop()

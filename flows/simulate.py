@@ -150,7 +150,7 @@ class _Room:
 
     def __init__(self, schedule: Schedule, groups: int, issued: int, tokens: int) -> None:
         self.groups, self.issued, self.tokens = groups, issued, tokens
-        self.limit_groups = schedule.queue_groups or (schedule.lag_limit + 1) * issued
+        self.limit_groups = schedule.queue_groups or schedule.most_groups(issued)
         self.limit_tokens = schedule.queue_tokens or math.inf
         self.held: dict[int, int] = {}  # batch -> groups
 

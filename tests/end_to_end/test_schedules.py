@@ -16,9 +16,10 @@ from tests.end_to_end.launches import RATCHET, Place, launched, ratchet, stage_c
 pytestmark = pytest.mark.timeout(3600)
 
 ITERATIONS = 5
-EXPERIMENT = """\
+EXPERIMENT = (
+    f"iterations: {ITERATIONS}"
+    + """
 extends: small.yaml
-iterations: 5
 evaluate: {every: 2}
 update: {correction: {kind: ratio}, checkpoint_every: 2}
 graph:
@@ -28,6 +29,7 @@ graph:
   kill: {stage: "tests.end_to_end.kill:kill", needs: [reward, reference], pool: cpu}
   advantage: {needs: [kill]}
 """
+)
 ASYNC = ["schedule.kind=async"]
 EMPTY = {ARMED: "1/rollout/begun"}
 
