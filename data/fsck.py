@@ -215,7 +215,7 @@ class _Check:
         with self.report.expecting("config.yaml", remedy):
             loaded = load(self.root / "config.yaml")
             found, schedule = loaded.digest, loaded.experiment.schedule
-            self.ahead = schedule.lag_limit + 1 if schedule.ahead else 0
+            self.ahead = schedule.lag_limit + 1
             if self.info and found != self.info.config_digest:
                 what = f"expected settings with digest {self.info.config_digest[:12]}, found {found[:12]}"
                 self.report.problem("config.yaml", f"{what}; {remedy}")
@@ -353,7 +353,7 @@ class _Check:
         issued: dict[int, dict[str, str | None]] = {}
         for group, iteration, outcome in ledger.groups():
             issued.setdefault(iteration, {})[group] = outcome
-        under_way = max(prompts, default=0) - self.ahead
+        under_way = max(max(prompts, default=0) - self.ahead, max(updates, default=0))  # updates come in order
         for iteration in sorted(issued.keys() | prompts.keys()):
             if iteration >= under_way:
                 continue

@@ -30,6 +30,7 @@ from flows.pool_time import CLAIM, PUBLISH, STARTING, WORKING
 from flows.pools import Leases
 from flows.preflight import preflight, warnings
 from flows.recovery import checkpoint_if_due, recover
+from flows.schedule import Window
 from flows.services import Services, start_services
 from flows.waits import POOL, Clock
 from tasks.handover import Handover
@@ -59,6 +60,10 @@ class Run:
     moved: float = field(default_factory=time.monotonic)  # when something last went on in it
     clocks: set[Clock] = field(default_factory=set)  # of the attempts under way
     streams: WeakValueDictionary[tuple[int, str], GroupStream] = field(default_factory=WeakValueDictionary)
+    window: Window = field(init=False)  # the iterations under way
+
+    def __post_init__(self) -> None:
+        self.window = Window(self.experiment, self.graph)
 
     @property
     def experiment(self) -> Experiment:
@@ -110,13 +115,6 @@ class Run:
     def held(self) -> PolicyRef:
         """The version whose weights the trainer holds; the newest committed one may be older."""
         return self.policy() if self.trained is None else self.ledger.live(self.trained)
-
-    def task_name(self, iteration: int, node: str) -> str:
-        """Of a Prefect task: by its iteration where the tasks of several are in one flow.
-
-        Not by a tag: for each tag Prefect asks its server for a concurrency slot when a task starts.
-        """
-        return f"iteration-{iteration:06d}/{node}" if self.experiment.schedule.ahead else node
 
     def progress(self, iteration: int, node: str, done: int, total: int, unit: str) -> None:
         self.moved = time.monotonic()

@@ -237,21 +237,20 @@ async def _exported(run: "Run", probe_ids: Sequence[int]) -> Export:
 
 async def checkpoint_if_due(run: "Run", iteration: int) -> None:
     """Write a training checkpoint every `update.checkpoint_every` iterations; keep the newest few."""
-    crash_point(f"{iteration}/stages/ended")
     folder = run.folder / "checkpoints" / f"{iteration:06d}"
     if iteration % run.experiment.update.checkpoint_every or folder.exists():
         return
     node = run.graph.of_stage("update")[0]
     with run.clock(iteration, node, name=CHECKPOINT) as clock:
         async with run.leases.take(node.pool, f"{CHECKPOINT} of iteration {iteration}", clock, "train"):
-            await _checkpoint(run.task_name(iteration, CHECKPOINT), quote((run, folder)))
+            await _checkpoint(quote((run, folder)))
             clock.stop()
     for old in checkpoints(run.folder)[: -run.experiment.update.keep_checkpoints]:
         await asyncio.to_thread(delete_checkpoint, old)
 
 
-@task(name=CHECKPOINT, task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-async def _checkpoint(name: str, what: Any) -> None:
+@task(name=CHECKPOINT, task_run_name=CHECKPOINT, cache_policy=NO_CACHE, persist_result=False)
+async def _checkpoint(what: Any) -> None:
     run, folder = what
     iteration = int(folder.name)
     prompts = run.store.committed(iteration, "prompts")

@@ -1,7 +1,7 @@
-"""The run: a Prefect flow of iterations, each made of typed stages that the experiment's graph declares.
+"""The run: a Prefect flow of iterations, each a flow of typed stages that the experiment's graph declares.
 
-Under `schedule.kind: sync` an iteration is a flow of its own, one after another. Under the others the stages of several
-iterations overlap, as tasks of one flow that are named by their iteration.
+The flows of neighbouring iterations overlap as far as the schedule lets them (flows/schedule.py), in step too: there
+the next one opens and draws its prompts while this one trains, so that Prefect's part costs the run no time.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ import httpx
 from prefect import flow, runtime
 
 from conf.errors import StageError
-from data.refs import Ref
+from data.crash import crash_point
 from flows.account import account
 from flows.opening import Run, open_run
-from flows.prefect_server import MOST_RESTARTS, until_up
-from flows.schedule import Iteration, Window
+from flows.prefect_server import MOST_RESTARTS, retry_soon, until_up
+from flows.schedule import Window
 from flows.stages import run_stage
 from tasks.together import all_or_first_error
 
@@ -52,15 +52,17 @@ async def rl_run(
 
 async def _iterations(run: Run) -> None:
     """All of them; again, from where they stand, where the Prefect server was away in the middle."""
+    retry_soon()
     outages, reached = 0, 0
     while remaining := run.remaining():
         outages = outages if remaining.start == reached else 0
         reached = remaining.start
+        run.window = Window(run.experiment, run.graph)
         try:
-            if run.experiment.schedule.ahead:
-                await overlapping(run)
-            else:
-                await iteration(reached)
+            async with all_or_first_error() as tasks:
+                for number in remaining:
+                    tasks.create_task(iteration(number))
+                    await run.window.next_begins(number)
         except httpx.TransportError as error:  # engines' and the trainer's have types of their own
             outages += 1
             if outages > MOST_RESTARTS:
@@ -71,59 +73,41 @@ async def _iterations(run: Run) -> None:
 
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", persist_result=False)
 async def iteration(number: int) -> None:
-    """prompts -> rollout -> reward, reference -> advantage -> update -> publish, each when its inputs are there."""
+    """prompts -> rollout -> reward, reference -> advantage -> update -> publish, each when its inputs are there.
+
+    And when the iterations before it let it, which then end before this one.
+    """
     run = RUN.get()
-    outputs: dict[str, asyncio.Task[Ref]] = {}
-    async with all_or_first_error() as stages:
-        for node in run.due(number):
-            needs = {need: outputs[need] for need in node.needs}
-            outputs[node.name] = stages.create_task(run_stage(run, node, number, needs))
-    await run.checkpoint_if_due(number)
-    await account(run, number)
-
-
-async def overlapping(run: Run) -> None:
-    """The same of all iterations, each stage also when the earlier iterations let it (flows/schedule.py)."""
-    window = Window(run.experiment, run.graph)
+    opened = run.window.open(number)
     async with all_or_first_error() as tasks:
-        for number in run.remaining():
-            opened = window.open(number)
-            for node in run.due(number):
-                needs = {need: opened.stages[need] for need in node.needs}
-                opened.stages[node.name] = tasks.create_task(run_stage(run, node, number, needs, window))
-            opened.tails = [tasks.create_task(_tail(run, opened, name)) for name in window.rollouts]
-            opened.checkpoint = tasks.create_task(_checkpoint(run, opened, window))
-            opened.ended = tasks.create_task(_ended(run, opened, window))
-            await opened.rolling
+        for node in run.due(number):
+            needs = {need: opened.stages[need] for need in node.needs}
+            opened.stages[node.name] = tasks.create_task(run_stage(run, node, number, needs))
+        opened.checkpoint = tasks.create_task(_checkpoint(run, number))
+        for rollout in run.window.rollouts:
+            tasks.create_task(_tail(run, number, rollout))
+    crash_point(f"{number}/stages/ended")
+    await run.window.in_order(number)
+    await account(run, number)
+    run.window.close(number)
 
 
-async def _tail(run: Run, opened: Iteration, rollout: str) -> None:
-    """Let the next rollout begin where this one has nothing left to send, though it has not ended."""
-    stream = run.stream(opened.number, rollout)  # it is gone with the last who has it
-    await stream.tail.wait()
-    if not opened.tail.done():
-        opened.tail.set_result(None)
-
-
-async def _checkpoint(run: Run, opened: Iteration, window: Window) -> None:
+async def _checkpoint(run: Run, number: int) -> None:
     """Between the iteration's update and the next one, while the trainer stands there."""
-    await asyncio.wait([opened.stages[window.update]])
-    opened.stages[window.update].result()
-    await run.checkpoint_if_due(opened.number)
+    update = run.window.open(number).stages[run.window.update]
+    await asyncio.wait([update])
+    update.result()
+    await run.checkpoint_if_due(number)
 
 
-async def _ended(run: Run, opened: Iteration, window: Window) -> None:
-    """Account for the iteration once it and those before it are over."""
-    before = window.iterations.get(opened.number - 1)
-    assert opened.checkpoint is not None
-    parts = [*opened.stages.values(), opened.checkpoint, *([before.ended] if before and before.ended else [])]
-    await asyncio.wait(parts)
-    for part in parts:
-        part.result()
-    for tail in opened.tails:
-        tail.cancel()  # of a rollout that was committed before
-    await account(run, opened.number)
-    window.close(opened.number)
+async def _tail(run: Run, number: int, rollout: str) -> None:
+    """Let the next rollout begin where this one has nothing left to send, though it has not ended."""
+    stream = run.stream(number, rollout)  # it is gone with the last who has it
+    sent = asyncio.ensure_future(stream.tail.wait())
+    await asyncio.wait([sent, run.window.open(number).stages[rollout]], return_when=asyncio.FIRST_COMPLETED)
+    if sent.done():
+        run.window.in_its_tail(number)
+    sent.cancel()
 
 
 async def watched(run: Run) -> None:

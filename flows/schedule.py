@@ -1,9 +1,10 @@
 """Schedules: what a stage of one iteration waits for in others, where they overlap.
 
-A batch is the prompts of its iteration, so updates train in the order of the prompts whatever ends first. A rollout
-begins when the one before it leaves the engines free, when the weights are fresh enough that its data cannot be older
-than `schedule.max_lag` updates when they are trained, and when the queue has room. So the lag limit holds by
-construction, nothing has to be thrown away for its age, and the update checks it once more.
+A batch is the prompts of its iteration, so updates train in the order of the prompts whatever ends first. In step, a
+rollout begins when the iteration before it has ended, but for its accounts. Ahead, it begins when the one before it
+leaves the engines free, when the weights are fresh enough that its data cannot be older than `schedule.max_lag` updates
+when they are trained, and when the queue has room. So the lag limit holds by construction, nothing has to be thrown
+away for its age, and the update checks it once more.
 """
 
 import asyncio
@@ -11,10 +12,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from conf.pools import co_located
 from conf.schema import Experiment
 from data.issued import PROMPTS
+from data.manifest import Manifest
 from data.refs import DatasetRef, Ref
-from data.store import Store
 from flows.graph import Graph, GraphNode
 from flows.rollout_queue import Queue
 from flows.waits import POOL, QUEUE, UPSTREAM, WEIGHTS
@@ -51,13 +53,12 @@ def follows(graph: Graph, node: GraphNode, experiment: Experiment) -> list[str]:
 class Iteration:
     """An iteration under way: its stages, and what later ones wait for."""
 
-    number: int
-    rolling: asyncio.Future[None]  # its rollout was let in: the next iteration may begin
+    rolling: asyncio.Future[None]  # its rollout was let in
+    training: asyncio.Future[None]  # its update was let in
     tail: asyncio.Future[None]  # its rollout leaves engines idle, or has ended: the next rollout may begin
+    ended: asyncio.Future[None]  # it is accounted for
     stages: dict[str, asyncio.Task[Ref]] = field(default_factory=dict)
-    tails: list[asyncio.Task[None]] = field(default_factory=list)
     checkpoint: asyncio.Task[None] | None = None
-    ended: asyncio.Task[None] | None = None
 
 
 class Window:
@@ -70,16 +71,32 @@ class Window:
         self.rollouts = {node.name for node in rollouts(graph)}
         self.update = graph.of_stage("update")[0].name
         self.publish = graph.of_stage("publish")[0].name
+        self.co_located = bool(co_located(experiment.pools))
         self.iterations: dict[int, Iteration] = {}
         self.queue = Queue(schedule.queue_groups or schedule.most_groups(self.batch), schedule.queue_tokens or math.inf)
 
     def open(self, number: int) -> Iteration:
-        loop = asyncio.get_running_loop()
-        opened = self.iterations[number] = Iteration(number, loop.create_future(), loop.create_future())
-        return opened
+        """The iteration, which is under way from the first time it is asked for."""
+        if number not in self.iterations:
+            future = asyncio.get_running_loop().create_future
+            self.iterations[number] = Iteration(future(), future(), future(), future())
+        return self.iterations[number]
+
+    async def next_begins(self, number: int) -> None:
+        """Wait until the iteration after it may open: once its rollout was let in; in step, its update."""
+        opened = self.open(number)
+        await (opened.rolling if self.experiment.schedule.ahead else opened.training)
+
+    async def in_order(self, number: int) -> None:
+        """Wait until the iteration before it is accounted for, and the next one's rollout is not held up by that."""
+        if before := self.iterations.get(number - 1):
+            await before.ended
+        if after := self.iterations.get(number + 1):
+            await asyncio.wait([after.rolling])
 
     def close(self, number: int) -> None:
-        """The iteration before it has served; it is accounted for."""
+        """The iteration is accounted for; the one before it has served."""
+        _done(self.iterations[number].ended)
         self.iterations.pop(number - 1, None)
 
     def gates(self, node: GraphNode, number: int) -> Iterator[Gate]:
@@ -89,9 +106,15 @@ class Window:
             if before:
                 yield Gate(POOL, f"rollout of iteration {number - 1} fills the engines", before.tail)
             yield from self._fresh(number)
+            if before and not self.experiment.schedule.ahead:
+                for name, stage in before.stages.items():
+                    yield Gate(UPSTREAM, f"{name} of iteration {number - 1}", stage)
             rollout = self.experiment.rollout
             tokens = self.batch * rollout.samples_per_prompt * rollout.max_new_tokens
             yield Gate(QUEUE, "the queue is full", self.queue.reserve(number, self.batch, tokens))
+        checkpoint = self.iterations[number].checkpoint
+        if node.name == self.publish and self.co_located and checkpoint:  # or the pool would change hands twice more
+            yield Gate(POOL, f"checkpoint of iteration {number}", checkpoint)
         if before is None:
             return
         for name in follows(self.graph, node, self.experiment):
@@ -110,21 +133,24 @@ class Window:
 
     def began(self, node: GraphNode, number: int) -> None:
         """The stage has its pool, or its output was there already."""
+        opened = self.iterations[number]
         if node.name in self.rollouts:
-            _done(self.iterations[number].rolling)
+            _done(opened.rolling)
         if node.name == self.update:
+            _done(opened.rolling)  # a rollout that was committed before says nothing
+            _done(opened.training)
             self.queue.take(number)
-            _done(self.iterations[number].rolling)
 
-    def ended(self, node: GraphNode, number: int, store: Store) -> None:
-        """The stage's output is committed."""
-        if node.name not in self.rollouts:
-            return
+    def in_its_tail(self, number: int) -> None:
+        """The iteration's rollout has nothing left to send."""
         _done(self.iterations[number].tail)
-        manifest = store.committed(number, node.name)
-        if manifest and isinstance(manifest.ref, DatasetRef) and not store.find(number, self.update):
-            groups = manifest.rows // self.experiment.rollout.samples_per_prompt  # it commits whole groups only
-            self.queue.generated(number, groups, sum(manifest.facts.policy_versions.values()))
+
+    def rolled(self, number: int, rollout: Manifest, trained: bool) -> None:
+        """A rollout of the iteration is committed; `trained`: so is its update."""
+        self.in_its_tail(number)
+        if not trained and isinstance(rollout.ref, DatasetRef):
+            groups = rollout.rows // self.experiment.rollout.samples_per_prompt  # it commits whole groups only
+            self.queue.generated(number, groups, sum(rollout.facts.policy_versions.values()))
 
 
 def _done(future: asyncio.Future[None]) -> None:

@@ -44,17 +44,15 @@ async def _stage_task(name: str, iteration: int, body: Any) -> Any:
     return Completed(name="Cached", message=f"already committed: {ref}", data=ref) if cached else ref
 
 
-async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs, window: Window | None = None) -> Ref:
-    """Give the node's committed output, running the stage if it is not there yet.
-
-    `window`: the iterations that overlap with this one.
-    """
+async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -> Ref:
+    """Give the node's committed output, running the stage if it is not there yet."""
+    output: list[Ref] = []  # a task that ends as Cached gives its state, not its data
 
     async def body() -> tuple[Ref, bool]:
         if found := run.store.find(iteration, node.name):
-            if window:
-                window.began(node, iteration)
-            _committed(run, node, iteration, found, window)
+            run.window.began(node, iteration)
+            output.append(found)
+            _committed(run, node, iteration, found)
             return found, True
         with run.clock(iteration, node) as clock:
             urgent = _urgent(node)
@@ -66,20 +64,17 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs, w
 
             arriving = _arriving(run, node, iteration, needs, clock, pool)
             refs = {} if arriving else await _upstream(run, needs, clock)
-            if window:
-                await _through(window, node, iteration, clock)
+            await _through(run.window, node, iteration, clock)
             async with nullcontext() if arriving else pool():
-                if window:
-                    window.began(node, iteration)
+                run.window.began(node, iteration)
                 ref = await _timed(run, node, iteration, refs, clock, arriving)
         crash_point(f"{iteration}/{node.name}/committed")
-        _committed(run, node, iteration, ref, window)
+        output.append(ref)
+        _committed(run, node, iteration, ref)
         return ref, False
 
-    await _stage_task(run.task_name(iteration, node.name), iteration, quote(body))
-    ref = run.store.find(iteration, node.name)  # a task that ends as Cached gives its state, not its data
-    assert ref is not None  # it was committed a moment ago
-    return ref
+    await _stage_task(node.name, iteration, quote(body))
+    return output[0]
 
 
 def _urgent(node: GraphNode) -> bool:
@@ -104,13 +99,13 @@ async def _through(window: Window, node: GraphNode, iteration: int, clock: Clock
         gate.future.result()
 
 
-def _committed(run: "Run", node: GraphNode, iteration: int, ref: Ref, window: Window | None) -> None:
+def _committed(run: "Run", node: GraphNode, iteration: int, ref: Ref) -> None:
     """Bring ledger, run and schedule to what the committed output says."""
-    settle(run.store, run.ledger, node, iteration)
+    manifest = settle(run.store, run.ledger, node, iteration)
     if node.stage.name == "update" and isinstance(ref, PolicyRef):
         run.trained = ref
-    if window:
-        window.ended(node, iteration, run.store)
+    if manifest and node.name in run.window.rollouts:
+        run.window.rolled(iteration, manifest, trained=run.store.find(iteration, run.window.update) is not None)
 
 
 def _arriving(
@@ -237,11 +232,14 @@ def declared_key(columns: list[str]) -> str:
     return "sample_id" if "sample_id" in columns else "group_id"
 
 
-def settle(store: Store, ledger: Ledger, node: GraphNode, iteration: int) -> None:
-    """Bring the ledger to what the node's output says, if it is committed. Idempotent: a kill may have come between."""
+def settle(store: Store, ledger: Ledger, node: GraphNode, iteration: int) -> Manifest | None:
+    """Bring the ledger to what the node's output says, if it is committed. Idempotent: a kill may have come between.
+
+    Gives the output's manifest.
+    """
     manifest = store.committed(iteration, node.name)
     if manifest is None:
-        return
+        return None
     if node.stage.name in (PROMPTS, "rollout") and (prompts := store.committed(iteration, PROMPTS)):
         rollout = manifest if node.stage.name == "rollout" else None
         ledger.issue_groups(iteration, issued_groups(store, prompts, rollout))
@@ -250,6 +248,7 @@ def settle(store: Store, ledger: Ledger, node: GraphNode, iteration: int) -> Non
     if node.stage.name == "update":
         trained = store.read(training_dataset(store, manifest), ["group_id"])["group_id"].to_pylist()
         ledger.settle_groups(dict.fromkeys(trained, "trained"))
+    return manifest
 
 
 def training_dataset(store: Store, update: Manifest) -> DatasetRef:

@@ -1,18 +1,20 @@
 """Every crash point at which a test kills a process, by the test that does. `tests/test_crash_points.py` proves that no
 point of the program is missing here."""
 
-# tests/end_to_end/test_resume.py: one run, killed at each in turn. Iteration 1 has no checkpoint, 2 has one.
+# tests/end_to_end/test_resume.py: one run, killed at each in turn. Iteration 1 has no checkpoint, 2 has one. None of a
+# stage that the launch before it may have committed: prompts come while the iteration before trains, and a rollout
+# while it is accounted for.
 RUN = (
     "start/sealed",
+    "1/prompts/computed",
+    "1/rollout/computed",
+    "1/reward/begun",
+    "1/reference/committed",
+    "1/advantage/computed",
     "1/update/trained",
     "publish/1/Q6",  # the engine has the new weights, nothing says so yet
     "publish/1/committed",
     "1/iteration/ended",
-    "2/prompts/computed",
-    "2/rollout/computed",
-    "2/reward/begun",
-    "2/reference/committed",
-    "2/advantage/computed",
     "2/update/computed",  # trained, exported and sealed, but not committed
     "2/publish/committed",
     "2/evaluate/begun",

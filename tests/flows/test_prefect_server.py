@@ -1,5 +1,6 @@
 """A Prefect server that is away, and one that ended and was started again."""
 
+import asyncio
 import ctypes
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import threading
 
 import httpx
 import pytest
+from prefect import flow, get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from conf.errors import RunError
@@ -43,3 +45,32 @@ def test_a_server_that_was_started_again_is_asked_to_end_not_killed(monkeypatch:
     stopping.set()
     keeper.join()
     assert [server.returncode for server in servers] == [1, -signal.SIGTERM]
+
+
+def test_what_the_server_is_too_busy_to_take_is_sent_again_soon(
+    prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pins the way to the client's hooks, and that its pauses keep to what is said there."""
+    refusals, pauses = [503, 503, 503], list[float]()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    @flow
+    async def asking() -> str:
+        prefect_server.retry_soon()
+        prefect_server.retry_soon()  # a run whose server was away comes by again
+        client = get_client()
+        send = client._client._transport.handle_async_request
+
+        async def busy(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(refusals.pop(), request=request) if refusals else await send(request)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._client._transport, "handle_async_request", busy)
+            patch.setattr("prefect.client.base.anyio.sleep", pause)
+            return (await client.read_flow_runs(limit=1))[0].state_name or ""
+
+    assert asyncio.run(asking()) == "Running"
+    assert len(pauses) == 3
+    assert all(least <= pause <= 1.2 * least for least, pause in zip((0.1, 0.4, 1.6), pauses, strict=True)), pauses

@@ -233,8 +233,9 @@ def test_fsck_expects_the_groups_that_were_sent_and_no_other(tmp_path: Path) -> 
     )
     run.ledger.issue_groups(1, [(group, index) for index, group in enumerate(groups[:3])])
     run.ledger.settle_groups({groups[2]: "dropped/deadline"})
-    run.prompts(2)
-    run.issue(2)
+    for iteration in (2, 3):  # the one before the newest prompts may be under way
+        run.prompts(iteration)
+        run.issue(iteration)
     assert [str(found) for found in fsck(run.folder) if found.problem] == []
     run.ledger.issue_groups(1, [(groups[3], 3)])
     (found,) = [str(found) for found in fsck(run.folder) if found.problem]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prefect import flow, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
 
 from conf.errors import StageError
 from conf.load import load
@@ -18,7 +18,7 @@ from flows.graph import load_graph
 from flows.opening import Run
 from flows.pool_time import run_seconds
 from flows.run import RUN, _iterations, watched
-from flows.schedule import follows
+from flows.schedule import Window, follows
 from flows.waits import POOL, QUEUE, REWARD, UPSTREAM, WEIGHTS, Clock
 from tasks.stage import Context
 from tasks.together import all_or_first_error
@@ -108,12 +108,15 @@ def check(events: Sequence[Event], pairs: Sequence[tuple[Event, Event]]) -> None
         assert events.index(before) < events.index(after), (before, after)
 
 
-def test_sync_begins_an_iteration_when_the_one_before_has_ended(tmp_path: Path) -> None:
-    events = Pace().run(tmp_path / "a", 3)
+def test_in_step_a_rollout_begins_when_the_iteration_before_has_ended(tmp_path: Path) -> None:
+    """Its prompts are drawn while that one trains, which stays in its update until then."""
+    pace = Pace()
+    pace.hold(1, "update", ("done", 2, "prompts"), (WEIGHTS, 2, "rollout"))
+    events = pace.run(tmp_path / "a", 3)
     check(events, dependencies(3))
     for n in (2, 3):
         before = max(events.index(("done", n - 1, node)) for node in stages.paced())
-        assert before < events.index(("begun", n, "prompts"))
+        assert before < events.index(("begun", n, "rollout"))
 
 
 def test_async_overlaps_rollout_reward_and_update_of_three_batches(tmp_path: Path) -> None:
@@ -267,22 +270,28 @@ def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(
         assert not run.remaining()
 
 
-def test_stages_are_tasks_of_one_flow_named_by_iteration(tmp_path: Path) -> None:
-    state = asyncio.run(paced_flow(str(tmp_path / "a"), 2, [*ASYNC, "schedule.max_lag=1"], return_state=True))
-    wanted = {f"iteration-{n:06d}/{node}" for n in (1, 2) for node in ("prompts", *stages.paced())}
+@pytest.mark.parametrize("overrides", [[], [*ASYNC, "schedule.max_lag=2"]], ids=["sync", "async"])
+def test_each_iteration_is_a_flow_with_its_stages_also_where_they_overlap(tmp_path: Path, overrides: list[str]) -> None:
+    state = asyncio.run(paced_flow(str(tmp_path / "a"), 3, overrides, return_state=True))
+    stages_of_each = {("prompts", "Completed"), *((node, "Completed") for node in stages.paced())}
+    wanted = {(f"iteration-{n:06d}", "Completed"): stages_of_each for n in (1, 2, 3)}
 
-    async def seen() -> set[str]:
-        mine = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+    async def seen() -> dict[tuple[str, str], set[tuple[str, str]]]:
+        parent = FlowRunFilterParentFlowRunId(any_=[state.state_details.flow_run_id])
         async with get_client() as client:
             for _ in range(100):
-                found = {run.name for run in await client.read_task_runs(flow_run_filter=mine)}
-                if found >= wanted:
+                iterations = await client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent))
+                found = {}
+                for run in iterations:
+                    mine = FlowRunFilter(id=FlowRunFilterId(any_=[run.id]))
+                    tasks = await client.read_task_runs(flow_run_filter=mine)
+                    found[run.name, run.state_name or ""] = {(task.name, task.state_name or "") for task in tasks}
+                if found == wanted:
                     break
                 await asyncio.sleep(0.2)
             return found
 
-    found = asyncio.run(seen())
-    assert found == wanted
+    assert asyncio.run(seen()) == wanted
 
 
 async def never(*_: Context) -> None:
@@ -375,3 +384,18 @@ def test_what_a_stage_follows_in_the_iteration_before(
     experiment = load("conf/smollm2_arithmetic.yaml", [f"graph={graph}", *overrides]).experiment
     loaded = load_graph(experiment)
     assert follows(loaded, loaded[node], experiment) == before
+
+
+@pytest.mark.parametrize(("together", "waits"), [(True, ["checkpoint of iteration 1"]), (False, [])])
+def test_on_one_pool_a_publish_lets_the_checkpoint_go_before_it(together: bool, waits: list[str]) -> None:
+    """Or the pool would change hands twice more."""
+    pools = ["pools={rollout: {roles: [rollout, train]}, train: null}"] if together else []
+    experiment = load("conf/smollm2_arithmetic.yaml", pools).experiment
+    graph = load_graph(experiment)
+
+    async def gates() -> list[str]:
+        window = Window(experiment, graph)
+        window.open(1).checkpoint = asyncio.ensure_future(asyncio.sleep(0))
+        return [gate.what for gate in window.gates(graph["publish"], 1)]
+
+    assert asyncio.run(gates()) == waits

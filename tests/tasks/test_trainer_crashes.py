@@ -76,7 +76,7 @@ class Life:
         run: Any = SimpleNamespace(
             folder=self.folder, experiment=self.experiment, ledger=self.ledger, store=self.store,
             graph=SimpleNamespace(of_stage=lambda stage: [SimpleNamespace(name=stage, pool="train")]),
-            task_name=lambda iteration, node: node, held=self.ledger.committed,
+            held=self.ledger.committed,
             leases=SimpleNamespace(take=lambda *claim: nullcontext()),
             clock=lambda *attempt, **names: nullcontext(SimpleNamespace(stop=lambda: None)),
             services=SimpleNamespace(trainer=self.trainer), display=SimpleNamespace(message=self.say),
@@ -145,7 +145,7 @@ def without_prefect() -> Iterator[None]:
     """The checkpoint's task as the function it is."""
     body = recovery._checkpoint.fn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recovery, "_checkpoint", lambda name, what: body(name, what.unquote()))
+        patch.setattr(recovery, "_checkpoint", lambda what: body(what.unquote()))
         patch.setattr(recovery, "_probe_ids", lambda run: [1, 2, 3])
         yield
 
