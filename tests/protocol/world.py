@@ -522,7 +522,7 @@ def session(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr("tasks.engines.client.FLUSH_POLL_S", 5.0)
     patch.setattr("tasks.engines.simulated.POLL_S", 5.0)
     patch.setattr("tasks.engines.simulated.httpx.Response", Reply)
-    patch.setattr("tasks.rollout.load_tokenizer", lambda model: Words())
+    patch.setattr("tasks.generation.samples.load_tokenizer", lambda model: Words())
     patch.setattr("tasks.rollout.tokenizer_digest", lambda model: "")
     proven: dict[Any, Package] = {}
 
@@ -535,11 +535,11 @@ def session(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     patch.setattr("tasks.publish.verify", verify_once)
     patch.setattr("tasks.update.code_digest", lambda: "")
-    patch.setattr("tasks.rollout.secrets.token_hex", lambda size: f"{next(_worlds[-1].nonce):06d}")
+    patch.setattr("tasks.generation.request.secrets.token_hex", lambda size: f"{next(_worlds[-1].nonce):06d}")
     patch.setattr("tasks.engines.install.crash_point", lambda name: _worlds[-1].crash_point(name))
     patch.setattr("tasks.publish.crash_point", lambda name: _worlds[-1].crash_point(name))
     patch.setattr("data.retention.crash_point", lambda name: _worlds[-1].crash_point(name))
-    patch.setattr("tasks.rollout.POLL_S", 5.0)
+    patch.setattr("tasks.generation.bracket.POLL_S", 5.0)
     send, commit, withdraw = Gate.send, Ledger.commit_version, data.retention.withdraw
 
     async def watched_send(self: Gate, fence: Fence, step: str, command: Any) -> Any:
@@ -560,12 +560,13 @@ def session(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(Gate, "send", watched_send)
     patch.setattr(Ledger, "commit_version", watched_commit)
     patch.setattr("data.retention.withdraw", watched_withdraw)
-    logger = logging.getLogger("tasks.rollout")
-    disabled, logger.disabled = logger.disabled, True
+    logger = logging.getLogger("tasks")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.disabled = disabled
+        logger.setLevel(level)
         clock.close()
         patch.undo()
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from conf.errors import EngineError, StageError
 from data.refs import PolicyRef
 from data.rows import check_rollout
-from tasks import rollout as module
 from tasks.engines.client import Generation, Sampling, Span
-from tasks.rollout import _joined, _without_last, generate_batch, reprefilled
+from tasks.generation import bracket
+from tasks.generation.request import joined, reprefilled, without_last
+from tasks.rollout import generate_batch
 from tasks.stage import Rows
 from tests.fakes import faults
 from tests.fakes.context import World, make_world, new_version, prompt_rows, save_tokenizer, until
@@ -209,15 +210,15 @@ def generation(ids: list[int], *spans: tuple[str, int, int], finish: str = "stop
 
 def test_the_last_token_of_a_partial_answer_is_left_out() -> None:
     whole = generation([5, 6, 7], ("a", 0, 2), ("b", 2, 3), finish="abort")
-    assert _without_last(whole) == generation([5, 6], ("a", 0, 2), finish="abort")
-    assert _without_last(generation([5], ("a", 0, 1))) == generation([])
-    assert _without_last(generation([])) == generation([])
+    assert without_last(whole) == generation([5, 6], ("a", 0, 2), finish="abort")
+    assert without_last(generation([5], ("a", 0, 1))) == generation([])
+    assert without_last(generation([])) == generation([])
 
 
 def test_two_parts_of_a_response_are_joined_by_hand() -> None:
     first = generation([5, 6], ("a", 0, 2), finish="abort", cached_tokens=1, retractions=1)
     rest = generation([7, 8], ("a", 0, 1), ("b", 1, 2), finish="length", cached_tokens=9, retractions=2)
-    assert _joined(first, rest) == generation(
+    assert joined(first, rest) == generation(
         [5, 6, 7, 8], ("a", 0, 3), ("b", 3, 4), finish="length", cached_tokens=1, retractions=3
     )
 
@@ -233,7 +234,7 @@ def test_a_response_cut_anywhere_and_joined_is_itself(lengths: list[int], data: 
         inside = [(label, max(a, start) - start, min(b, end) - start) for label, a, b in spans if a < end and b > start]
         return replace(generation([], *inside), ids=whole.ids[start:end], logprobs=whole.logprobs[start:end])
 
-    assert _joined(part(0, cut), part(cut, ends[-1])) == whole
+    assert joined(part(0, cut), part(cut, ends[-1])) == whole
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ async def answered_by_a_version_under_way(world: World, fake: FakeEngine) -> tup
 def test_a_batch_waits_for_the_commit_of_a_version_it_has_tokens_of(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(bracket, "POLL_S", 0.001)
 
     async def body(world: World, fakes: list[FakeEngine]) -> None:
         rolling, new = await answered_by_a_version_under_way(world, fakes[0])
@@ -325,7 +326,7 @@ def test_a_batch_waits_for_the_commit_of_a_version_it_has_tokens_of(
 def test_tokens_of_a_version_that_is_given_up_refuse_the_batch(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(bracket, "POLL_S", 0.001)
 
     async def body(world: World, fakes: list[FakeEngine]) -> None:
         rolling, new = await answered_by_a_version_under_way(world, fakes[0])

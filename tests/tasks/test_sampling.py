@@ -14,8 +14,9 @@ from conf.errors import StageError
 from conf.schema import Experiment, GroupSampling, Prompts, Rollout
 from data.prompts import PromptSource
 from data.rows import check_rollout
-from tasks import rollout as rollout_module
 from tasks.engines.client import Refused, Unavailable
+from tasks.generation import batch, request
+from tasks.generation.groups import Wanted
 from tasks.rollout import rollout
 from tasks.stage import Group, GroupStream, Rows
 from tests.fakes.context import World, inputs_of, make_world, prompt_rows, until
@@ -278,7 +279,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Event]:
         events.append(asyncio.Event())
         await events[-1].wait()
 
-    monkeypatch.setattr(rollout_module, "deadline", deadline)
+    monkeypatch.setattr(batch, "deadline", deadline)
     return events
 
 
@@ -324,7 +325,7 @@ def test_its_group_is_dropped_where_that_is_declared_or_it_has_no_token_yet(
 def test_a_request_that_cannot_be_aborted_costs_its_group_and_nothing_waits_for_it(
     tmp_path: Path, model: Path, late: list[asyncio.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_module, "ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(request, "ABORT_AGAIN_S", 0.01)
 
     async def deaf(rid: str) -> None:
         raise Unavailable("nobody answers")
@@ -438,5 +439,5 @@ async def _read(stream: GroupStream, into: list[Group]) -> None:
 
 
 def test_an_evaluation_takes_every_prompt_whatever_is_sampled_for_training() -> None:
-    assert rollout_module.Wanted(3).sampling == GroupSampling() == Experiment().sampling
-    assert rollout_module.Wanted(3).deadline_s == 0
+    assert Wanted(3).sampling == GroupSampling() == Experiment().sampling
+    assert Wanted(3).deadline_s == 0
