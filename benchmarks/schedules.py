@@ -45,7 +45,7 @@ async def makespan(folder: Path, scale: float, overrides: list[str]) -> tuple[fl
     with noop_run(folder, nodes, BATCHES, overrides) as run:
         RUN.set(run)
         await _iterations(run)
-        rows = run.ledger.stages()
+        rows = run.ledger.accounts.stages()
     ended = [row.ended for row in rows if row.ended is not None]
     return max(ended) - min(row.started for row in rows), len(rows)
 

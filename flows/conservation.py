@@ -10,8 +10,9 @@ from rich.table import Column, Table
 
 from conf.load import load_experiment
 from conf.schema import Experiment
+from data.accounts import StageRow
 from data.issued import PROMPTS
-from data.ledger import Ledger, StageRow
+from data.ledger import Ledger
 from data.refs import DatasetRef
 from data.store import Store
 from flows.balance import IN_FLIGHT, WAITING, Books, imbalances, read_books
@@ -65,9 +66,9 @@ def conservation(folder: Path) -> Conservation:
     graph = load_graph(experiment := load_experiment(folder / "config.yaml"))
     store, ledger = Store(folder, folder.name), Ledger(folder / "ledger.sqlite", read_only=True)
     try:
-        iterations = {iteration for iteration, _ in store.stages()} | {iteration for _, iteration, _ in ledger.groups()}
+        iterations = {number for number, _ in store.stages()} | {number for _, number, _ in ledger.groups.rows()}
         books = {number: read_books(store, ledger, graph, number) for number in sorted(iterations)}
-        stages, history = ledger.stages(), ledger.metrics()
+        stages, history = ledger.accounts.stages(), ledger.accounts.metrics()
     finally:
         ledger.close()
     over = {number for number, values in history.items() if "time/iteration" in values}

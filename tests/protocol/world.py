@@ -196,7 +196,7 @@ class World:
             "answer": [""] * len(PROMPTS),
             "prompt_data": ["{}"] * len(PROMPTS),
         }
-        process.ledger.issue_groups(number, [(group, i) for i, group in enumerate(groups)])
+        process.ledger.groups.issue(number, [(group, i) for i, group in enumerate(groups)])
         self.dispatched += len(PROMPTS) * SAMPLES
         context = replace(process.lab.context(policy), engines=process.fleet, experiment=self.experiment)
         task = self.spawn(
@@ -309,7 +309,7 @@ class World:
             rows = task.result()
         except RatchetError as error:
             must(str(error), "I9", "a batch was refused without a reason")
-            ledger.settle_groups(dict.fromkeys(groups, "dropped/batch_refused"))
+            ledger.groups.settle(dict.fromkeys(groups, "dropped/batch_refused"))
             self.refused += len(groups) * SAMPLES
             self.counts["batches refused"] += 1
             return
@@ -318,7 +318,7 @@ class World:
         kept = [g for g in groups if g not in rows.facts.dropped]
         must(sorted(set(rows.table["group_id"].to_pylist())) == kept, "I9", "groups are neither rows nor dropped")
         must(all(rows.facts.dropped.values()), "I9", "a group is dropped without a reason")
-        ledger.settle_groups(
+        ledger.groups.settle(
             {g: f"dropped/{rows.facts.dropped[g]}" if g in rows.facts.dropped else "trained" for g in groups}
         )
         self.admitted += rows.table.num_rows
