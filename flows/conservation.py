@@ -98,13 +98,14 @@ def _costs(store: Store, graph: Graph, iteration: int, books: Books, rewards: in
             costs[group].add(Cost(samples=1, response_tokens=tokens))
         rollout = store.committed(iteration, node.name)
         for group, tokens in rollout.facts.discarded_tokens.items() if rollout else ():
-            costs[group].add(Cost(response_tokens=tokens))
+            if group in costs:  # a rollout that began anew may not have issued what it had sent before
+                costs[group].add(Cost(response_tokens=tokens))
     for node in graph.of_stage("reward"):
         for group, _ in _lengths(store, iteration, node, "response_ids"):
             costs[group].add(Cost(reward_calls=rewards))
         scored = store.committed(iteration, node.name)
         for group, calls in scored.facts.discarded_calls.items() if scored else ():
-            if group in costs:  # a rollout that began anew may not have issued what it had sent before
+            if group in costs:  # as above
                 costs[group].add(Cost(reward_calls=calls))
     return costs
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Batch:
-    """Up to `max_in_flight` requests at a time: open, run, close.
+    """Up to `max_in_flight` requests at a time: open, then generate, which is run and close.
 
     `close` may send groups back to `run`: those of an engine that is gone, or whose publish failed in mid-batch.
     """
@@ -102,6 +102,16 @@ class Batch:
 
     # -- its requests
 
+    async def generate(self) -> None:
+        """Run and close, until no group is sent back. Raises what they do, and EnginesLost with what it had by then."""
+        try:
+            await self.run()
+            while not await self.close():
+                await self.run()
+        except EnginesLost as lost:
+            lost.discarded_tokens = {group.id: group.generated_tokens for group in self.groups.sent}
+            raise
+
     async def run(self) -> None:
         """Send prompts until the wanted groups are there, or no prompt is left.
 
@@ -152,6 +162,7 @@ class Batch:
             running.discard(task)
             if group.flights.get(member) is flight:
                 del group.flights[member]
+            group.discarded += flight.tokens
             if timer:
                 timer.cancel()
             if engine in self.load:
@@ -169,8 +180,7 @@ class Batch:
             try:
                 answer = await self.requests.ask(flight)
                 if answer.finish_reason != "abort":
-                    return self._take(group, member, answer)
-                flight.so_far = answer
+                    return self._take(group, flight, member, answer)
             except EngineError as error:
                 if group.failed:  # and cut off: nobody needs to know whether the engine is there
                     break
@@ -184,7 +194,8 @@ class Batch:
                 failures += 1
         return self._cut_short(group, flight, member)
 
-    def _take(self, group: PromptGroup, member: int, answer: Generation) -> None:
+    def _take(self, group: PromptGroup, flight: Flight, member: int, answer: Generation) -> None:
+        flight.so_far = None
         group.samples[member] = answer
         if group.failed:  # it came to its end while it was cut off: `_drop` has counted it
             return
@@ -198,14 +209,13 @@ class Batch:
     # -- requests that the batch itself cuts off
 
     def _cut_short(self, group: PromptGroup, flight: Flight, member: int) -> None:
+        if group.failed:
+            return
         so_far = flight.so_far
-        tokens = len(so_far.ids) if so_far else 0
-        if so_far and tokens and not group.failed and self.wanted.on_deadline == "truncate":
-            return self._take(group, member, replace(so_far, finish_reason="deadline"))
-        group.discarded += tokens
-        if not group.failed:
+        if so_far and so_far.ids and self.wanted.on_deadline == "truncate":
+            self._take(group, flight, member, replace(so_far, finish_reason="deadline"))
+        else:
             self._miss_deadline(group, flight)
-        return None
 
     async def _end_at_deadline(self, group: PromptGroup, flight: Flight) -> None:
         await deadline(self.wanted.deadline_s)

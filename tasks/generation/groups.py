@@ -51,9 +51,14 @@ class PromptGroup:
         return f"{self.id}-s{member:02d}"
 
     @property
+    def generated_tokens(self) -> int:
+        """Of what ended, whatever became of it."""
+        return self.discarded + sum(len(answer.ids) for answer in self.samples.values())
+
+    @property
     def discarded_tokens(self) -> int:
-        kept = sum(len(answer.ids) for answer in self.samples.values())
-        return self.discarded + (kept if self.failed else 0)
+        """Of these, those that no row holds."""
+        return self.generated_tokens if self.failed else self.discarded
 
     @property
     def lengths(self) -> dict[str, list[int]]:

@@ -27,10 +27,15 @@ class Flight:
     sample_id: str
     prompt_ids: list[int]
     engine: Engine
-    so_far: Generation | None = None  # the tokens of the requests that were cut off, to go on from
+    so_far: Generation | None = None  # what its requests have given, to go on from; None once its group has it
     rid: str = ""  # of its newest request; empty: none was sent
     cut: str = ""  # why the batch itself has it cut off: deadline, or the reason its group is dropped
     task: asyncio.Task[None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Those that its group does not have."""
+        return len(self.so_far.ids) if self.so_far else 0
 
     async def abort(self) -> bool:
         """Have the engine cut it off, and wait for what it has. False: it did not, so the request was given up.
@@ -64,7 +69,8 @@ class Requests:
         self._nonce = secrets.token_hex(3)  # a rid of a killed run may still be running on an external engine
 
     async def ask(self, flight: Flight) -> Generation:
-        """One try, from the tokens so far. The answer begins with them; it ends with `abort` if it was cut off.
+        """One try, from the tokens so far. The answer begins with them, and takes their place in the flight; it ends
+        with `abort` if it was cut off.
 
         Raises what Engine.generate does, and BadAnswer for tokens of other versions than the batch may have.
         """
@@ -96,6 +102,7 @@ class Requests:
             answer = joined(so_far, answer)
         if answer.ids:  # cut off before its first token it has none
             self._bracket.check_versions(engine, rid, answer)
+        flight.so_far = answer
         return answer
 
 

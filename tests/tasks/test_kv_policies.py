@@ -453,7 +453,8 @@ def test_an_engine_taken_out_of_the_pool_in_its_update_is_not_waited_for(tmp_pat
 
 
 async def lose_the_engine_after_a_commit(root: Path, kv_policy: Any) -> tuple[Rows, list[PolicyRef]]:
-    """A batch under a first version; while a sample of it waits, a second one is published, and then the engine dies.
+    """A batch of two samples under a first version; one is complete and the other waits while a second version is
+    published, and then the engine dies.
 
     Gives what the batch gave, and both versions.
     """
@@ -472,7 +473,7 @@ async def lose_the_engine_after_a_commit(root: Path, kv_policy: Any) -> tuple[Ro
         prompts, sampling = prompt_rows([3, 4]), Sampling(8, 1.0)
         rolling = asyncio.create_task(generate_batch(context, prompts, old, sampling, 2, kv_policy))
         try:
-            await until(lambda: waits.reached)
+            await until(lambda: waits.reached and bool(world.progress))
             new = desk.seal(2.0)
             await desk.publish(new)
             await desk.fake.die()
@@ -491,6 +492,7 @@ def test_a_batch_that_lost_its_engines_is_generated_again_under_what_was_committ
     assert out.facts.policy_versions == {new.label: 8}
     assert out.table["policy_version"].to_pylist() == [new.number] * 2
     assert out.facts.metrics["rollout/lag_max"] == 0.0
+    assert out.facts.discarded_tokens == {"i000001-g000": 4}  # of the sample that was complete
 
 
 def test_a_pinned_batch_that_lost_its_engines_is_refused_where_its_version_is_no_longer_the_newest(
