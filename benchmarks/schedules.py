@@ -44,7 +44,7 @@ async def makespan(folder: Path, scale: float, overrides: list[str]) -> tuple[fl
     with noop_run(folder, nodes, BATCHES, overrides) as run:
         RUN.set(run)
         await _iterations(run)
-        rows = run.ledger.stages()
+        rows = run.ledger.accounts.stages()
     began = [working_spans(row)[-1][0] for row in rows if row.node == "rollout"]  # after its waits
     ended = [row.ended for row in rows if row.node == "update" and row.ended is not None]
     return max(ended) - min(began), len(rows)

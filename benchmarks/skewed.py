@@ -212,7 +212,7 @@ def result(folder: Path, experiment: Experiment) -> Result:
     groups = experiment.sampling.candidates(GROUPS)
     store, ledger = Store(folder, folder.name), Ledger(folder / "ledger.sqlite", read_only=True)
     try:
-        (session,), metrics, parts, spans = ledger.sessions(), ledger.metrics(), [], []
+        (session,), metrics, parts, spans = ledger.accounts.sessions(), ledger.accounts.metrics(), [], []
         lengths: dict[str, int] = {}  # by sample
         used: set[str] = set()
         graph = load_graph(experiment)
@@ -226,7 +226,7 @@ def result(folder: Path, experiment: Experiment) -> Result:
             rows = store.read(dataset, ["sample_id", "version_spans"])
             spans += rows["version_spans"].to_pylist()
             used |= set(rows["sample_id"].to_pylist())
-            sent = [f"{group}-s{member:02d}" for group, _, _ in ledger.groups(number) for member in range(SAMPLES)]
+            sent = [f"{group}-s{member:02d}" for group, _, _ in ledger.groups.rows(number) for member in range(SAMPLES)]
             lengths |= {sample: length_of(sample, groups) for sample in sent}
     finally:
         ledger.close()

@@ -20,7 +20,7 @@ from conf.errors import DataError, RatchetError
 from conf.load import load
 from data.checkpoints import check_files, read_checkpoint
 from data.issued import PROMPTS, issued_groups
-from data.ledger import Ledger, RunInfo, VersionRow, lock_holder
+from data.ledger import Ledger, RunInfo, VersionRow
 from data.leftovers import TOMBSTONES, leftovers, size
 from data.manifest import Manifest
 from data.metrics import read_metrics
@@ -28,6 +28,7 @@ from data.objects import open_regular
 from data.package import PackageManifest
 from data.refs import DatasetRef
 from data.retention import checkpoints, damaged_checkpoints
+from data.run_lock import lock_holder
 from data.store import REFERENCE, Store
 from data.versions import LABEL
 from data.weights import DELETING, verify
@@ -201,7 +202,7 @@ class _Check:
             if engine.label and engine.label not in labels:
                 what = f"expected the label of a version, found {engine.label}"
                 problem(f"ledger, engine {engine.name}", f"{what}; the next start proves the engine again")
-        for stage in ledger.stages():
+        for stage in ledger.accounts.stages():
             where = f"data/stages/{stage.iteration:06d}/{stage.node}.json"
             commits = stage.iteration > 0 and stage.node != CHECKPOINT  # iteration 0 is recovery
             if stage.state == "completed" and commits and not (self.root / where).exists():
@@ -351,7 +352,7 @@ class _Check:
         prompts = {m.iteration: m for m in manifests.values() if m.stage == PROMPTS}
         updates = {m.iteration: m for m in manifests.values() if m.policy and _training_data(m)}
         issued: dict[int, dict[str, str | None]] = {}
-        for group, iteration, outcome in ledger.groups():
+        for group, iteration, outcome in ledger.groups.rows():
             issued.setdefault(iteration, {})[group] = outcome
         under_way = max(max(prompts, default=0) - self.ahead, max(updates, default=0))  # updates come in order
         for iteration in sorted(issued.keys() | prompts.keys()):

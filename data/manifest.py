@@ -31,7 +31,8 @@ class Facts:
     reward_code_digest: str = ""
     config_digest: str = ""  # the executor fills it in
     dropped: Mapping[str, str] = field(default_factory=dict)  # group_id -> reason
-    discarded_tokens: Mapping[str, int] = field(default_factory=dict)  # group_id -> response tokens that no row holds
+    # group_id -> response tokens that no row holds; of a batch that lost its engines also of groups not sent again
+    discarded_tokens: Mapping[str, int] = field(default_factory=dict)
     # group_id -> finish_reason -> response tokens of each sample that ended, of groups that the rollout dropped
     dropped_lengths: Mapping[str, Mapping[str, list[int]]] = field(default_factory=dict)
     discarded_calls: Mapping[str, int] = field(default_factory=dict)  # group_id -> reward calls that no row holds

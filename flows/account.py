@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from prefect.artifacts import acreate_table_artifact
 from prefect.logging import get_run_logger
 
+from data.accounts import StageRow
 from data.crash import crash_point
-from data.ledger import StageRow
 from data.metrics import write_metrics
 from flows.balance import check_ended, group_counts
 from flows.bias import BiasReport, read_samples
@@ -34,7 +34,7 @@ async def account(run: "Run", number: int) -> None:
     Raises RunError, with nothing accounted for, where a group is not trained or dropped exactly once.
     """
     check_ended(run.store, run.ledger, run.graph, run.history, number)
-    stages, now = run.ledger.stages(number), time.time()
+    stages, now = run.ledger.accounts.stages(number), time.time()
     rows, periods = _since_last(run, now)
     pools = pool_seconds(rows, run.pools, periods)
     values = _from_outputs(run, number) | _from_clock(stages) | _from_pools(pools)
@@ -44,7 +44,7 @@ async def account(run: "Run", number: int) -> None:
     values |= {f"groups/{name}": float(count) for name, count in counts.items()}
     values |= throughput(run.store, run.graph, run.experiment, number, run.history.get(number, {}) | values)
     values |= await _bias(run, number)
-    run.ledger.record_metrics(number, values, accounted=now)
+    run.ledger.accounts.record_metrics(number, values, accounted=now)
     run.history[number] = run.history.get(number, {}) | values
     write_metrics(run.folder / "metrics.parquet", run.history)
     await acreate_table_artifact(
@@ -93,10 +93,10 @@ def pool_table(pools: Mapping[str, Mapping[str, float]], wall: float) -> list[di
 
 def _since_last(run: "Run", now: float) -> tuple[list[StageRow], list[Period]]:
     """The attempts of all iterations since the last accounting, also those under way, and the time since then."""
-    sessions = run.ledger.sessions()
+    sessions = run.ledger.accounts.sessions()
     since = max([session.accounted or 0.0 for session in sessions], default=0.0)
     rows = {(row.iteration, row.node, row.started): row for row in [clock.row("running") for clock in run.clocks]}
-    rows |= {(row.iteration, row.node, row.started): row for row in run.ledger.stages(since=since)}
+    rows |= {(row.iteration, row.node, row.started): row for row in run.ledger.accounts.stages(since=since)}
     return list(rows.values()), unaccounted(sessions, list(rows.values()), now)
 
 

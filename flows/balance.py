@@ -45,7 +45,7 @@ def read_books(store: Store, ledger: Ledger, graph: Graph, iteration: int) -> Bo
     for node in graph:
         if node.stage.reads != "trained" and (manifest := store.committed(iteration, node.name)):
             dropped |= manifest.facts.dropped  # groups of an evaluation were never issued
-    issued = {group: outcome for group, _, outcome in ledger.groups(iteration)}
+    issued = {group: outcome for group, _, outcome in ledger.groups.rows(iteration)}
     trained = trained_groups(store, graph, iteration)
     return Books(
         issued,
@@ -79,7 +79,7 @@ def _groups(store: Store, dataset: DatasetRef) -> set[str]:
 
 
 def _whereabouts(store: Store, ledger: Ledger, graph: Graph, group: str) -> str:
-    iteration = ledger.issued_for(group)
+    iteration = ledger.groups.issued_for(group)
     if iteration is None:
         return "unknown: among the update's rows, but it was never issued"
     if group in trained_groups(store, graph, iteration):
@@ -114,7 +114,7 @@ def imbalances(books: Books, over: bool, behind: bool = False) -> Iterator[tuple
 
 def check_ended(store: Store, ledger: Ledger, graph: Graph, history: History, iteration: int) -> None:
     """Prove the balance at an iteration's end, before it is accounted for. Raises RunError naming groups."""
-    left = (number for number in ledger.waiting_groups() if _accounted(history, number))
+    left = (number for number in ledger.groups.waiting() if _accounted(history, number))
     _check(store, ledger, graph, {**dict.fromkeys(left, True), iteration: True})
 
 
@@ -128,7 +128,7 @@ def check_resumed(store: Store, ledger: Ledger, graph: Graph, history: History) 
     rolled_back = max((row.iteration for row in ledger.versions() if row.rollback_of is not None), default=0)
     last = max((number for number in history if _accounted(history, number)), default=0)
     begun = takewhile(lambda number: store.find(number, PROMPTS), count(max(last, rolled_back) + 1))
-    iterations = sorted({*ledger.waiting_groups(), *begun})
+    iterations = sorted({*ledger.groups.waiting(), *begun})
     try:
         for number in iterations:
             for node in graph:
@@ -160,6 +160,6 @@ def _check(store: Store, ledger: Ledger, graph: Graph, iterations: Mapping[int, 
 
 def group_counts(store: Store, ledger: Ledger, graph: Graph) -> dict[str, int]:
     """issued, trained, waiting, in_flight and dropped/<reason>; issued is the sum of the others."""
-    counts = ledger.group_counts()
-    in_flight = sum(len(g) for n, g in ledger.waiting_groups().items() if not generated(store, graph, n))
+    counts = ledger.groups.counts()
+    in_flight = sum(len(g) for n, g in ledger.groups.waiting().items() if not generated(store, graph, n))
     return {**counts, "waiting": counts["waiting"] - in_flight, "in_flight": in_flight}

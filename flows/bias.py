@@ -174,7 +174,7 @@ def read_samples(store: Store, ledger: Ledger, graph: Graph, iteration: int, sam
             lengths += ended
             finishes += [reason] * len(ended)
     rewards = _rewards(store, update)
-    outcomes = {group: outcome or "waiting" for group, _, outcome in ledger.groups(iteration)}
+    outcomes = {group: outcome or "waiting" for group, _, outcome in ledger.groups.rows(iteration)}
 
     def fate(key: str, group: str) -> str:
         outcome = outcomes.get(group, "unknown")

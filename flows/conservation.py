@@ -10,8 +10,9 @@ from rich.table import Column, Table
 
 from conf.load import load_experiment
 from conf.schema import Experiment
+from data.accounts import StageRow
 from data.issued import PROMPTS
-from data.ledger import Ledger, StageRow
+from data.ledger import Ledger
 from data.refs import DatasetRef
 from data.store import Store
 from flows.balance import IN_FLIGHT, WAITING, Books, imbalances, read_books
@@ -65,9 +66,9 @@ def conservation(folder: Path) -> Conservation:
     graph = load_graph(experiment := load_experiment(folder / "config.yaml"))
     store, ledger = Store(folder, folder.name), Ledger(folder / "ledger.sqlite", read_only=True)
     try:
-        iterations = {iteration for iteration, _ in store.stages()} | {iteration for _, iteration, _ in ledger.groups()}
+        iterations = {number for number, _ in store.stages()} | {number for _, number, _ in ledger.groups.rows()}
         books = {number: read_books(store, ledger, graph, number) for number in sorted(iterations)}
-        stages, history = ledger.stages(), ledger.metrics()
+        stages, history = ledger.accounts.stages(), ledger.accounts.metrics()
     finally:
         ledger.close()
     over = {number for number, values in history.items() if "time/iteration" in values}
@@ -97,13 +98,14 @@ def _costs(store: Store, graph: Graph, iteration: int, books: Books, rewards: in
             costs[group].add(Cost(samples=1, response_tokens=tokens))
         rollout = store.committed(iteration, node.name)
         for group, tokens in rollout.facts.discarded_tokens.items() if rollout else ():
-            costs[group].add(Cost(response_tokens=tokens))
+            if group in costs:  # a rollout that began anew may not have issued what it had sent before
+                costs[group].add(Cost(response_tokens=tokens))
     for node in graph.of_stage("reward"):
         for group, _ in _lengths(store, iteration, node, "response_ids"):
             costs[group].add(Cost(reward_calls=rewards))
         scored = store.committed(iteration, node.name)
         for group, calls in scored.facts.discarded_calls.items() if scored else ():
-            if group in costs:  # a rollout that began anew may not have issued what it had sent before
+            if group in costs:  # as above
                 costs[group].add(Cost(reward_calls=calls))
     return costs
 

@@ -27,7 +27,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Crashed
 from rich.console import Console
 
-from data.ledger import lock_holder, lock_run
+from data.run_lock import lock_holder, lock_run
 from flows.prefect_server import prefect_server
 from flows.show import run_folder
 

@@ -9,9 +9,10 @@ from conf.errors import DataError
 from conf.load import load_experiment
 from data.crash import crash_point
 from data.fsck import Finding, fsck
-from data.ledger import Ledger, lock_run
+from data.ledger import Ledger
 from data.leftovers import Removal, unreferenced
 from data.retention import collect
+from data.run_lock import lock_run
 from flows.show import run_folder
 
 

@@ -17,9 +17,10 @@ from conf.errors import ConfigError, RunError
 from conf.load import Loaded, changed, load
 from conf.pools import co_located
 from conf.schema import Experiment
-from data.ledger import Ledger, RunInfo, lock_run
+from data.ledger import Ledger, RunInfo
 from data.leftovers import clean_up
 from data.refs import PolicyRef
+from data.run_lock import lock_run
 from data.store import Store
 from flows.balance import check_resumed
 from flows.devices import claimed
@@ -135,12 +136,12 @@ class Run:
             state = "completed"
         finally:
             clock.stop()
-            self.ledger.record_stage(clock.row(state))
+            self.ledger.accounts.record_stage(clock.row(state))
             self.clocks.discard(clock)
 
     def measure(self, iteration: int, name: str, value: float) -> None:
         self.history.setdefault(iteration, {})[name] = value
-        self.ledger.record_metrics(iteration, {name: value})
+        self.ledger.accounts.record_metrics(iteration, {name: value})
 
     def context(self, iteration: int, node: str) -> Context:
         return Context(
@@ -182,13 +183,13 @@ async def open_run(
         ledger = Ledger(folder / "ledger.sqlite")
         try:
             continued = _enter(folder, loaded, ledger)
-            with ledger.session(began):
+            with ledger.accounts.session(began):
                 display.message(f"run {folder} ({'continued' if continued else 'new'})")
                 remember_flow_run(folder)
                 if cleaned := clean_up(folder, ledger):
                     display.message(cleaned)
                 store = Store(folder, folder.name)
-                check_resumed(store, ledger, graph, ledger.metrics())
+                check_resumed(store, ledger, graph, ledger.accounts.metrics())
                 async with (
                     own_devices(loaded.experiment, folder, ledger, display.message),
                     start_services(loaded.experiment, folder, display.message) as services,
@@ -196,10 +197,10 @@ async def open_run(
                     handover = co_located_handover(loaded.experiment, services, ledger, folder)
                     run = Run(
                         folder.name, folder, loaded, graph, store, ledger, services,
-                        Leases(loaded.experiment.pools, handover), display, ledger.metrics(),
+                        Leases(loaded.experiment.pools, handover), display, ledger.accounts.metrics(),
                     )  # fmt: skip
                     await recover(run)
-                    ledger.session_ready(time.time())
+                    ledger.accounts.session_ready(time.time())
                     display.message(run.table.header)
                     yield run
                     ledger.finish_run(FINISHED)
@@ -232,7 +233,7 @@ async def own_devices(
         finally:
             clock.stop()
             if waited:
-                ledger.record_stage(clock.row(state))
+                ledger.accounts.record_stage(clock.row(state))
         yield
 
 
@@ -302,7 +303,7 @@ def _enter(folder: Path, loaded: Loaded, ledger: Ledger) -> bool:
             "restore them, or start another run (--new, or --run NAME)"
         )
     if info is not None and info.state == FINISHED:
-        done = max(ledger.metrics(), default=0)
+        done = max(ledger.accounts.metrics(), default=0)
         if loaded.experiment.iterations <= done:
             raise RunError(
                 f"run {folder} is finished ({done} iterations): `ratchet show {folder}` prints it; "

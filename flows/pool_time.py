@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
-from data.ledger import SessionRow, StageRow, Wait
+from data.accounts import SessionRow, StageRow, Wait
 from flows.waits import HANDOVER, POOL, QUEUE, REWARD, UPSTREAM, WEIGHTS
 
 WORKING, PUBLISH, STARTING, FAILED = "working", "publish", "starting", "failed"

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from conf.errors import RunError
 from conf.load import load_experiment
-from data.ledger import Ledger, StageRow
+from data.accounts import StageRow
+from data.ledger import Ledger
 from data.metrics import aggregate
 from flows.display import LineTable
 from flows.graph import load_graph
@@ -49,8 +50,8 @@ def read_report(run: str) -> Report:
     try:
         if (info := ledger.run_info()) is None:
             raise RunError(f"{run} was never opened: its ledger is empty")
-        history, stages, groups = ledger.metrics(), ledger.stages(), ledger.group_counts()
-        sessions = ledger.sessions()
+        history, stages, groups = ledger.accounts.metrics(), ledger.accounts.stages(), ledger.groups.counts()
+        sessions = ledger.accounts.sessions()
     finally:
         ledger.close()
     experiment = load_experiment(folder / "config.yaml")

@@ -16,7 +16,7 @@ import numpy as np
 from conf.errors import ConfigError, RunError
 from conf.load import load_experiment
 from conf.schema import Experiment
-from data.ledger import StageRow
+from data.accounts import StageRow
 from flows.graph import Graph, load_graph
 from flows.pool_time import outside_stage_work, working_spans
 from flows.schedule import rollouts

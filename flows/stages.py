@@ -242,12 +242,12 @@ def settle(store: Store, ledger: Ledger, node: GraphNode, iteration: int) -> Man
         return None
     if node.stage.name in (PROMPTS, "rollout") and (prompts := store.committed(iteration, PROMPTS)):
         rollout = manifest if node.stage.name == "rollout" else None
-        ledger.issue_groups(iteration, issued_groups(store, prompts, rollout))
+        ledger.groups.issue(iteration, issued_groups(store, prompts, rollout))
     if manifest.facts.dropped and node.stage.reads != "trained":  # evaluation groups were never issued
-        ledger.settle_groups({group: f"dropped/{reason}" for group, reason in manifest.facts.dropped.items()})
+        ledger.groups.settle({group: f"dropped/{reason}" for group, reason in manifest.facts.dropped.items()})
     if node.stage.name == "update":
         trained = store.read(training_dataset(store, manifest), ["group_id"])["group_id"].to_pylist()
-        ledger.settle_groups(dict.fromkeys(trained, "trained"))
+        ledger.groups.settle(dict.fromkeys(trained, "trained"))
     return manifest
 
 

@@ -65,6 +65,6 @@ def _settle(folder: Path, ledger: Ledger) -> None:
     from flows.stages import settle  # brings Prefect along
 
     store, graph = Store(folder, folder.name), load_graph(load_experiment(folder / "config.yaml"))
-    for iteration in ledger.waiting_groups():
+    for iteration in ledger.groups.waiting():
         for node in graph:
             settle(store, ledger, node, iteration)

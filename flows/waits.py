@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from data.ledger import StageRow, Wait
+from data.accounts import StageRow, Wait
 
 UPSTREAM, POOL, WEIGHTS, QUEUE = "AwaitingUpstream", "AwaitingPool", "AwaitingWeights", "AwaitingQueue"
 REWARD = "AwaitingReward"

@@ -8,11 +8,12 @@ import pyarrow as pa
 from conf.schema import Experiment
 from data.columns import Column, column
 from tasks.engines.client import Sampling
+from tasks.generation.samples import SAMPLE_COLUMNS
 from tasks.prompts import COLUMNS as PROMPT_COLUMNS
 from tasks.prompts import prompt_table
 from tasks.reward import produced as reward_columns
 from tasks.reward import reward_metrics, score_rows
-from tasks.rollout import SAMPLE_COLUMNS, generate_batch
+from tasks.rollout import generate_batch
 from tasks.stage import Context, Inputs, Rows, stage
 
 

@@ -62,7 +62,7 @@ def test_all_that_writes_goes_on_after_a_full_disk_at_any_write(disks: list[Tmpf
                 "score": lambda run=run: run.score(2),
                 "update": lambda run=run: _update(run),
                 "publish": lambda run=run: run.ledger.set_version(2, "PUBLISHING"),
-                "metrics": lambda run=run: run.ledger.record_metrics(2, {f"m{i}": 1.0 for i in range(2000)}),
+                "metrics": lambda run=run: run.ledger.accounts.record_metrics(2, {f"m{i}": 1.0 for i in range(2000)}),
             }.items():
                 staging = run.folder / "weights" / "staging"
                 failures[name] = fails_until_there_is_room(disk, attempt, lambda s=staging: _emptied(s))
@@ -97,10 +97,10 @@ def test_a_ledger_that_could_not_write_says_so_and_writes_when_there_is_room(dis
                 disk.full(1),
                 pytest.raises(RunError, match=r"cannot be written: .*; free space, then run"),
             ):
-                ledger.record_metrics(1, many)
-            assert ledger.metrics() == {}
-            ledger.record_metrics(1, many)
-            assert ledger.metrics() == {1: many}
+                ledger.accounts.record_metrics(1, many)
+            assert ledger.accounts.metrics() == {}
+            ledger.accounts.record_metrics(1, many)
+            assert ledger.accounts.metrics() == {1: many}
             assert ledger.damage() == []
             ledger.close()
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from conf.errors import RatchetError, RunError
 from data.checkpoints import check_files, read_checkpoint
 from data.fsck import Finding, fsck
-from data.ledger import lock_run
 from data.refs import DatasetRef
+from data.run_lock import lock_run
 from data.store import Store
 from data.weights import verify
 from tests.fakes.whole_run import WholeRun

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import DataError, RunError
-from data.ledger import TRANSITIONS, EngineRow, Ledger, RunInfo, SessionRow, StageRow, Wait, lock_run
+from data.accounts import SessionRow, StageRow, Wait
+from data.ledger import TRANSITIONS, EngineRow, Ledger, RunInfo
 from data.refs import PolicyRef
+from data.run_lock import lock_run
 
 ROOT = Path(__file__).parents[2]
 CONTENT = "3f9a1c0b7d21" + "0" * 52
@@ -234,13 +236,13 @@ def test_nothing_is_allocated_before_the_run_is_opened(tmp_path: Path) -> None:
 
 
 def test_a_reader_works_beside_the_writer_and_cannot_write(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.record_metrics(1, {"reward/mean": 0.5})
+    ledger.accounts.record_metrics(1, {"reward/mean": 0.5})
     reader = Ledger(tmp_path / "ledger.sqlite", read_only=True)
-    assert reader.metrics() == {1: {"reward/mean": 0.5}}
+    assert reader.accounts.metrics() == {1: {"reward/mean": 0.5}}
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        reader.record_metrics(1, {"reward/mean": 0.7})
-    ledger.record_metrics(2, {"reward/mean": 0.6})
-    assert reader.metrics()[2] == {"reward/mean": 0.6}
+        reader.accounts.record_metrics(1, {"reward/mean": 0.7})
+    ledger.accounts.record_metrics(2, {"reward/mean": 0.6})
+    assert reader.accounts.metrics()[2] == {"reward/mean": 0.6}
     reader.close()
 
 
@@ -269,7 +271,7 @@ def test_a_file_of_another_schema_is_refused_and_the_lock_given_back(tmp_path: P
 def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path) -> None:
     code = """
         import sys; from pathlib import Path
-        from conf.errors import RunError; from data.ledger import Ledger, lock_run
+        from conf.errors import RunError; from data.ledger import Ledger; from data.run_lock import lock_run
         for take in (lambda p: Ledger(p / "ledger.sqlite"), lambda p: lock_run(p).__enter__()):
             try:
                 take(Path(sys.argv[1])); print("taken")
@@ -297,18 +299,18 @@ def test_kill_9_inside_a_transaction_leaves_the_last_whole_one_and_frees_the_run
         from data.ledger import Ledger
         ledger = Ledger(Path(sys.argv[1]) / "ledger.sqlite")
         ledger.open_run("demo", "c0ffee", "")
-        ledger.issue_groups(1, [(f"g{i}", i) for i in range(50)])
+        ledger.groups.issue(1, [(f"g{i}", i) for i in range(50)])
         class Killer(dict):
             def items(self):
                 for i in range(50):
                     yield f"g{i}", "trained"
                     if i == 30:
                         os.kill(os.getpid(), signal.SIGKILL)
-        ledger.settle_groups(Killer())
+        ledger.groups.settle(Killer())
     """
     assert run_python(code, tmp_path).returncode == -signal.SIGKILL
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    assert ledger.group_counts() == {"issued": 50, "waiting": 50, "trained": 0}
+    assert ledger.groups.counts() == {"issued": 50, "waiting": 50, "trained": 0}
     assert info(ledger).run == "demo"
     ledger.close()
 
@@ -317,26 +319,26 @@ def test_kill_9_inside_a_transaction_leaves_the_last_whole_one_and_frees_the_run
 
 
 def test_groups_are_counted_by_how_they_end(ledger: Ledger) -> None:
-    ledger.issue_groups(1, [("g0", 10), ("g1", 11), ("g2", 12), ("g3", 13)])
-    ledger.settle_groups({"g0": "trained", "g1": "dropped/reward_failed", "g2": "dropped/reward_failed"})
-    assert ledger.group_counts() == {"issued": 4, "waiting": 1, "trained": 1, "dropped/reward_failed": 2}
+    ledger.groups.issue(1, [("g0", 10), ("g1", 11), ("g2", 12), ("g3", 13)])
+    ledger.groups.settle({"g0": "trained", "g1": "dropped/reward_failed", "g2": "dropped/reward_failed"})
+    assert ledger.groups.counts() == {"issued": 4, "waiting": 1, "trained": 1, "dropped/reward_failed": 2}
 
 
 def test_issuing_and_settling_again_changes_nothing_and_otherwise_is_refused(ledger: Ledger) -> None:
     for _ in range(2):
-        ledger.issue_groups(1, [("g0", 10), ("g1", 11)])
-        ledger.settle_groups({"g0": "trained"})
-    assert ledger.group_counts() == {"issued": 2, "waiting": 1, "trained": 1}
+        ledger.groups.issue(1, [("g0", 10), ("g1", 11)])
+        ledger.groups.settle({"g0": "trained"})
+    assert ledger.groups.counts() == {"issued": 2, "waiting": 1, "trained": 1}
     with pytest.raises(DataError, match=r"group g0 was issued for .*\(1, 10\), now for \(2, 10\)"):
-        ledger.issue_groups(2, [("g5", 5), ("g0", 10)])
+        ledger.groups.issue(2, [("g5", 5), ("g0", 10)])
     with pytest.raises(DataError, match="group g0 is trained already and cannot become dropped/late"):
-        ledger.settle_groups({"g1": "trained", "g0": "dropped/late"})
+        ledger.groups.settle({"g1": "trained", "g0": "dropped/late"})
     with pytest.raises(DataError, match="group g9 was never issued"):
-        ledger.settle_groups({"g1": "trained", "g9": "trained"})
+        ledger.groups.settle({"g1": "trained", "g9": "trained"})
     for outcome in ("lost", "dropped", "dropped/", "waiting"):
         with pytest.raises(DataError):
-            ledger.settle_groups({"g1": outcome})
-    assert ledger.group_counts() == {"issued": 2, "waiting": 1, "trained": 1}  # all of a call or nothing
+            ledger.groups.settle({"g1": outcome})
+    assert ledger.groups.counts() == {"issued": 2, "waiting": 1, "trained": 1}  # all of a call or nothing
 
 
 OUTCOMES = st.sampled_from(["trained", "dropped/late", "dropped/reward_failed"])
@@ -357,15 +359,15 @@ def test_issued_is_waiting_plus_trained_plus_dropped_whatever_is_called(calls: l
     try:
         for call, values in calls:
             if call == "issue":
-                ledger.issue_groups(1, [(f"g{i}", i) for i in values])
+                ledger.groups.issue(1, [(f"g{i}", i) for i in values])
                 model |= {i: "waiting" for i in values if i not in model}
             elif all(model.get(i) in ("waiting", outcome) for i, outcome in values.items()):
-                ledger.settle_groups({f"g{i}": outcome for i, outcome in values.items()})
+                ledger.groups.settle({f"g{i}": outcome for i, outcome in values.items()})
                 model |= values
             else:
                 with pytest.raises(DataError):
-                    ledger.settle_groups({f"g{i}": outcome for i, outcome in values.items()})
-            counts = ledger.group_counts()
+                    ledger.groups.settle({f"g{i}": outcome for i, outcome in values.items()})
+            counts = ledger.groups.counts()
             assert counts.pop("issued") == len(model) == sum(counts.values())
             assert {k: n for k, n in counts.items() if n} == {
                 o: list(model.values()).count(o) for o in set(model.values())
@@ -407,24 +409,24 @@ def test_each_attempt_of_a_stage_is_one_row(ledger: Ledger) -> None:
     failed = StageRow(1, "rollout", "failed", 10.0, 12.5, (Wait("pool", 10.0, 10.5),), "engines", "rollout")
     completed = StageRow(1, "rollout", "completed", 20.0, 23.0, waits, "engines", "rollout")
     later = StageRow(2, "publish", "completed", 30.0, 31.0, (), "engines", "rollout", "publish")
-    ledger.record_stage(StageRow(1, "rollout", "running", 10.0, None))
+    ledger.accounts.record_stage(StageRow(1, "rollout", "running", 10.0, None))
     for row in (failed, completed, later):
-        ledger.record_stage(row)
-    assert ledger.stages(1) == [failed, completed]
-    assert ledger.stages() == [failed, completed, later]
-    assert ledger.stages(since=12.5) == [completed, later]
+        ledger.accounts.record_stage(row)
+    assert ledger.accounts.stages(1) == [failed, completed]
+    assert ledger.accounts.stages() == [failed, completed, later]
+    assert ledger.accounts.stages(since=12.5) == [completed, later]
     assert completed.waits == {"upstream": 0.125, "pool": 1.25}
 
 
 def test_a_session_is_what_one_process_did_with_the_run(ledger: Ledger) -> None:
-    with ledger.session(10.0):
-        ledger.session_ready(12.0)
-        ledger.record_metrics(1, {"x": 1.0}, accounted=20.0)
-        ledger.record_metrics(2, {"x": 1.0}, accounted=30.0)
-        ledger.record_metrics(2, {"y": 1.0})
-    with ledger.session(1.0):  # the clock was set back: still the newest
-        assert ledger.sessions()[1] == SessionRow(1.0)
-    first, second = ledger.sessions()
+    with ledger.accounts.session(10.0):
+        ledger.accounts.session_ready(12.0)
+        ledger.accounts.record_metrics(1, {"x": 1.0}, accounted=20.0)
+        ledger.accounts.record_metrics(2, {"x": 1.0}, accounted=30.0)
+        ledger.accounts.record_metrics(2, {"y": 1.0})
+    with ledger.accounts.session(1.0):  # the clock was set back: still the newest
+        assert ledger.accounts.sessions()[1] == SessionRow(1.0)
+    first, second = ledger.accounts.sessions()
     assert (first.started, first.ready, first.accounted) == (10.0, 12.0, 30.0)
     assert first.ended is not None
     assert second.ended is not None
@@ -432,9 +434,9 @@ def test_a_session_is_what_one_process_did_with_the_run(ledger: Ledger) -> None:
 
 
 def test_metrics_come_back_as_recorded_also_those_that_are_not_numbers(ledger: Ledger) -> None:
-    ledger.record_metrics(1, {"reward/mean": 0.1, "actor/lr": float("nan"), "actor/approx_kl": float("inf")})
-    ledger.record_metrics(1, {"reward/mean": 0.2})
-    found = ledger.metrics()[1]
+    ledger.accounts.record_metrics(1, {"reward/mean": 0.1, "actor/lr": float("nan"), "actor/approx_kl": float("inf")})
+    ledger.accounts.record_metrics(1, {"reward/mean": 0.2})
+    found = ledger.accounts.metrics()[1]
     assert found["reward/mean"] == 0.2
     assert found["actor/approx_kl"] == float("inf")
     assert found["actor/lr"] != found["actor/lr"]
@@ -449,7 +451,7 @@ def test_a_roll_back_has_the_lineage_of_its_version_and_ends_what_has_begun(ledg
     for iteration in (1, 2, 3):
         number = ledger.allocate_version(f"{iteration:06d}/update", iteration - 1, iteration, f"d{iteration}")
         advance(ledger, number, "COMMITTED")
-    ledger.issue_groups(4, [("i4-g0", 7), ("i4-g1", 8)])
+    ledger.groups.issue(4, [("i4-g0", 7), ("i4-g1", 8)])
     assert [row.iteration for row in ledger.lineage(3)] == [1, 2, 3]
 
     with pytest.raises(DataError, match="version 3 is the newest"):
@@ -458,7 +460,7 @@ def test_a_roll_back_has_the_lineage_of_its_version_and_ends_what_has_begun(ledg
     assert (back.number, back.state, back.iteration, back.rollback_of) == (4, "EXPORTING", 4, 1)
     assert (back.optimizer_step, back.dataset) == (1, "d1")
     assert [row.iteration for row in ledger.lineage(4)] == [1]
-    assert ledger.group_counts() == {"issued": 2, "waiting": 0, "trained": 0, "dropped/rolled_back": 2}
+    assert ledger.groups.counts() == {"issued": 2, "waiting": 0, "trained": 0, "dropped/rolled_back": 2}
     with pytest.raises(DataError, match="version 4 is EXPORTING: only a version that was committed"):
         ledger.roll_back(4)
 

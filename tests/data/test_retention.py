@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from conf.errors import DataError
 from data import leftovers, retention
 from data.fsck import fsck
-from data.ledger import Ledger, lock_run
+from data.ledger import Ledger
 from data.leftovers import clean_up, unreferenced
 from data.objects import Objects
 from data.retention import collect, retire
+from data.run_lock import lock_run
 from data.store import Facts, Store
 from tests.crash_points import RETENTION
 from tests.data.rollouts import rewards, rollout

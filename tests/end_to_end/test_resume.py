@@ -72,14 +72,14 @@ def test_what_was_committed_before_a_kill_is_what_stands_at_the_end(chain: Chain
 
 def test_no_stage_was_completed_twice(ledger: Ledger) -> None:
     completed = Counter(
-        (row.iteration, row.node) for row in ledger.stages() if row.iteration and row.state == "completed"
+        (row.iteration, row.node) for row in ledger.accounts.stages() if row.iteration and row.state == "completed"
     )
     assert set(completed.values()) == {1}
     assert completed.total() >= 2 * len(NODES) - 3  # a kill between commit and ledger leaves no row
 
 
 def test_each_start_is_a_session_and_the_seconds_of_all_of_them_have_causes(chain: Chain, ledger: Ledger) -> None:
-    sessions, rows = ledger.sessions(), ledger.stages()
+    sessions, rows = ledger.accounts.sessions(), ledger.accounts.stages()
     assert [session.ended is not None for session in sessions] == [False] * len(RUN) + [True]
     wall = sum(end - session.started for session, end in zip(sessions, session_ends(sessions, rows), strict=True))
     for seconds in run_seconds(sessions, rows, {row.pool for row in rows}).values():
@@ -128,7 +128,7 @@ def test_prompts_are_those_of_the_undisturbed_run_none_skipped_or_repeated(chain
 
 
 def test_every_group_is_issued_once_and_accounted_for(ledger: Ledger) -> None:
-    counts = ledger.group_counts()
+    counts = ledger.groups.counts()
     assert counts["issued"] == 8
     assert counts["waiting"] == 0
     assert counts["trained"] + counts.get("dropped/short", 0) == 8
@@ -179,6 +179,6 @@ def test_killed_in_mid_rollout_it_leaves_no_process_and_continues_with_a_new_eng
     ledger = Ledger(folder / "ledger.sqlite", read_only=True)
     try:
         assert [(v.number, v.state) for v in ledger.versions()] == [(0, "COMMITTED"), (1, "COMMITTED")]
-        assert ledger.group_counts()["issued"] == 16
+        assert ledger.groups.counts()["issued"] == 16
     finally:
         ledger.close()

@@ -75,7 +75,7 @@ def test_a_damaged_version_is_sealed_again_and_a_run_goes_back(place: Place) -> 
     ledger = Ledger(folder / "ledger.sqlite", read_only=True)
     try:
         assert [row.iteration for row in ledger.lineage(6)] == [1, 4]
-        counts = ledger.group_counts()
+        counts = ledger.groups.counts()
         assert counts["issued"] == 16
         assert counts["waiting"] == 0
     finally:

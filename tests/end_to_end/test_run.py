@@ -106,7 +106,7 @@ def test_every_issued_group_was_trained_or_dropped_with_its_reason(store: Store,
         rows = table(store, iteration, "rollout").to_pylist()
         short |= {row["group_id"] for row in rows if len(row["response_ids"]) < MIN_TOKENS}
     dropped = {"dropped/short": len(short)} if short else {}
-    assert ledger.group_counts() == {"issued": 8, "waiting": 0, "trained": 8 - len(short), **dropped}
+    assert ledger.groups.counts() == {"issued": 8, "waiting": 0, "trained": 8 - len(short), **dropped}
 
 
 def test_the_metrics_file_has_the_fields_names_for_every_iteration(finished: Finished) -> None:
@@ -121,7 +121,7 @@ def test_the_metrics_file_has_the_fields_names_for_every_iteration(finished: Fin
 
 
 def test_each_second_of_each_pool_has_one_cause_and_they_add_up_to_wall_time(ledger: Ledger) -> None:
-    (session,), rows, metrics = ledger.sessions(), ledger.stages(), ledger.metrics()
+    (session,), rows, metrics = ledger.accounts.sessions(), ledger.accounts.stages(), ledger.accounts.metrics()
     assert session.ended is not None
     pools = run_seconds([session], rows, {row.pool for row in rows})
     assert set(pools) == {"cpu", "rollout", "train"}

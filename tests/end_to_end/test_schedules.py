@@ -78,9 +78,9 @@ def check(place: Place, folder: Path, limit: int) -> None:
     """Every prompt was drawn, generated and trained or dropped once, and none with more lag than the limit."""
     ledger, store = Ledger(folder / "ledger.sqlite", read_only=True), Store(folder, folder.name)
     try:
-        counts, metrics = ledger.group_counts(), ledger.metrics()
+        counts, metrics = ledger.groups.counts(), ledger.accounts.metrics()
         completed = Counter(
-            (row.iteration, row.node) for row in ledger.stages() if row.state == "completed" and row.iteration
+            (row.iteration, row.node) for row in ledger.accounts.stages() if row.state == "completed" and row.iteration
         )
         steps = [(row.number, row.iteration, row.state) for row in ledger.versions()]
         lags = []
@@ -126,7 +126,7 @@ def test_the_same_experiment_on_one_co_located_pool(managed: Place) -> None:
     check(managed, folder, limit=0)
     ledger = Ledger(folder / "ledger.sqlite", read_only=True)
     try:
-        handed = {row.node for row in ledger.stages() if HANDOVER in row.waits}
+        handed = {row.node for row in ledger.accounts.stages() if HANDOVER in row.waits}
     finally:
         ledger.close()
     assert {"rollout", "reference", "publish"} <= handed

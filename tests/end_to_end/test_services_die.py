@@ -28,8 +28,8 @@ def test_engine_and_prefect_server_killed_in_mid_rollout_are_started_again_and_t
         assert [(v.number, v.state) for v in ledger.versions()] == [(0, "COMMITTED"), (1, "COMMITTED")]
         boots = [(row.attempt, row.step) for row in ledger.journal_rows(0) if row.step == "Q4"]
         assert len(boots) == 2  # to the first life and to the second
-        counts = ledger.group_counts()
+        counts = ledger.groups.counts()
         assert (counts["issued"], counts["waiting"]) == (16, 0)
-        assert [s.state for s in ledger.stages(1) if s.node == "rollout"] == ["completed"]
+        assert [s.state for s in ledger.accounts.stages(1) if s.node == "rollout"] == ["completed"]
     finally:
         ledger.close()

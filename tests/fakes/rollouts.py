@@ -1,4 +1,4 @@
-"""Rollouts over fake engines, as the tests of tasks.rollout play them."""
+"""Rollouts over fake engines, as the tests of stage rollout play them."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

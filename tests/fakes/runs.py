@@ -59,11 +59,11 @@ def noop_run(
             ledger.set_version(0, "SEALED", "0" * 64)
             commit_version(ledger, 0)
         services: Any = type("NoServices", (), dict.fromkeys(["prompts", "engines", "trainer", "rewards"]))
-        with ledger.session(time.time()):
-            ledger.session_ready(time.time())
+        with ledger.accounts.session(time.time()):
+            ledger.accounts.session_ready(time.time())
             yield Run(
                 folder.name, folder, loaded, graph.load_graph(experiment), Store(folder, folder.name), ledger, services,
-                Leases(experiment.pools), Recorder(), ledger.metrics(),
+                Leases(experiment.pools), Recorder(), ledger.accounts.metrics(),
             )  # fmt: skip
     finally:
         graph.BUILT_IN.update(built_in)

@@ -66,7 +66,7 @@ async def reward(inputs: Inputs, context: Context, *, seconds: float = 0.0) -> C
 @stage(consumes=["sample_id"], produces=["response_text"])
 async def issues_a_stray(inputs: Inputs, context: Context) -> Output:
     """A group that no prompt drew."""
-    context.ledger.issue_groups(context.iteration, [("stray", 99)])
+    context.ledger.groups.issue(context.iteration, [("stray", 99)])
     return await reward.run(inputs, context)
 
 

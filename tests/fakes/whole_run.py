@@ -8,9 +8,10 @@ from typing import Any
 import pyarrow as pa
 
 from conf.load import Loaded, load
+from data.accounts import StageRow
 from data.checkpoints import seal_checkpoint
 from data.columns import column
-from data.ledger import Ledger, StageRow
+from data.ledger import Ledger
 from data.metrics import write_metrics
 from data.package import FileInfo, Package, Probe
 from data.refs import DatasetRef, PolicyRef
@@ -104,7 +105,7 @@ class WholeRun:
 
     def issue(self, iteration: int) -> None:
         rows = self.store.read(self.ref(iteration, "prompts"), ["group_id", "prompt_index"]).to_pydict()
-        self.ledger.issue_groups(iteration, list(zip(rows["group_id"], rows["prompt_index"], strict=True)))
+        self.ledger.groups.issue(iteration, list(zip(rows["group_id"], rows["prompt_index"], strict=True)))
 
     def facts(self, **facts: Any) -> Facts:
         return Facts(config_digest=self.loaded.digest, **facts)
@@ -152,7 +153,7 @@ class WholeRun:
             declared({"advantages": [[1.0, 1.0], [-1.0, -1.0]] * groups}),
             facts=self.facts(dropped=dropped),
         )
-        self.ledger.settle_groups({group: f"dropped/{reason}" for group, reason in dropped.items()})
+        self.ledger.groups.settle({group: f"dropped/{reason}" for group, reason in dropped.items()})
         return ref
 
     def update(self, iteration: int) -> PolicyRef:
@@ -168,14 +169,15 @@ class WholeRun:
         self.rollout(iteration)
         self.score(iteration)
         policy = self.update(iteration)
-        self.ledger.settle_groups({f"i{iteration:06d}-g000": "trained"})
+        self.ledger.groups.settle({f"i{iteration:06d}-g000": "trained"})
         self.publish(policy)
         self.store.commit_policy(iteration, "publish", policy, parents=[policy], facts=self.facts())
         for stage in ("prompts", "rollout", "reward", "reference", "advantage", "update", "publish", "checkpoint"):
-            self.ledger.record_stage(StageRow(iteration, stage, "completed", float(iteration), iteration + 0.5))
+            row = StageRow(iteration, stage, "completed", float(iteration), iteration + 0.5)
+            self.ledger.accounts.record_stage(row)
         self.checkpoint(iteration)
-        self.ledger.record_metrics(iteration, {"reward/mean": 0.5, "time/iteration": 1.0})
-        write_metrics(self.folder / "metrics.parquet", self.ledger.metrics())
+        self.ledger.accounts.record_metrics(iteration, {"reward/mean": 0.5, "time/iteration": 1.0})
+        write_metrics(self.folder / "metrics.parquet", self.ledger.accounts.metrics())
 
     def checkpoint(self, iteration: int) -> Path:
         """Two ranks' files; what is in them does not matter to anybody here."""

@@ -1,6 +1,6 @@
 """Where the seconds of an iteration went, by hand-worked numbers."""
 
-from data.ledger import StageRow, Wait
+from data.accounts import StageRow, Wait
 from flows.account import pool_table, stage_waits
 from flows.display import LineTable
 from flows.pool_time import outside_stage_work, working_seconds

@@ -216,11 +216,11 @@ def run(tmp_path: Path) -> WholeRun:
     run = WholeRun.start(tmp_path / "demo-001", model, "rollout.samples_per_prompt=3", "bias.max_length=0.6")
     run.prompts(1)
     run.issue(1)
-    run.ledger.issue_groups(1, [("i000001-g002", 2)])
+    run.ledger.groups.issue(1, [("i000001-g002", 2)])
     run.rollout(1)
     run.score(1)
     run.update(1)
-    run.ledger.settle_groups({"i000001-g000": "trained", "i000001-g002": "dropped/rollout_refused"})
+    run.ledger.groups.settle({"i000001-g000": "trained", "i000001-g002": "dropped/rollout_refused"})
     return run
 
 
@@ -250,11 +250,11 @@ def oversampled(folder: Path, reason: str, lengths: dict[str, list[int]]) -> Bia
     run = WholeRun.start(folder / "demo-001", write_model(folder / "model"))
     run.prompts(1)
     run.issue(1)
-    run.ledger.issue_groups(1, [(group, 2)])
+    run.ledger.groups.issue(1, [(group, 2)])
     run.rollout(1, dropped={group: reason}, dropped_lengths={group: lengths} if lengths else {})
     run.score(1, groups=2)
     run.update(1)
-    run.ledger.settle_groups({"i000001-g000": "trained", "i000001-g001": "trained", group: f"dropped/{reason}"})
+    run.ledger.groups.settle({"i000001-g000": "trained", "i000001-g001": "trained", group: f"dropped/{reason}"})
     found = read_samples(run.store, run.ledger, run.graph, 1, 2)
     run.ledger.close()
     assert found is not None

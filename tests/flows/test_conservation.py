@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.ledger import StageRow, Wait
+from data.accounts import StageRow, Wait
 from flows.cli import main
 from flows.conservation import Cost, conservation
 from flows.throughput import device_counts, run_devices, throughput
@@ -22,7 +22,7 @@ def worked(
     *waits: Wait,
     state: str = "completed",
 ) -> None:
-    run.ledger.record_stage(StageRow(iteration, node, state, start, end, waits, pool))
+    run.ledger.accounts.record_stage(StageRow(iteration, node, state, start, end, waits, pool))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> WholeRun:
     run.rollout(1)
     run.score(1)
     run.update(1)
-    run.ledger.settle_groups({"i000001-g000": "trained"})
+    run.ledger.groups.settle({"i000001-g000": "trained"})
     worked(run, 1, "rollout", "rollout", 10.0, 14.0)
     worked(run, 1, "reward", "cpu", 14.0, 20.0)  # no device
     worked(run, 1, "update", "train", 15.0, 16.0, state="failed")
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> WholeRun:
 
 
 def test_every_group_is_counted_once_with_what_it_cost(run: WholeRun) -> None:
-    run.ledger.record_metrics(1, {"time/iteration": 15.0})
+    run.ledger.accounts.record_metrics(1, {"time/iteration": 15.0})
     found = conservation(run.folder)
     rewards = len(run.loaded.experiment.reward.functions)
     assert found.unbalanced == []
@@ -90,10 +90,31 @@ def test_calls_on_answers_that_no_row_holds_count_for_their_group(tmp_path: Path
     assert outcomes["dropped/slow"].reward_calls == 2 * rewards + 6
 
 
+def test_what_a_batch_generated_before_it_lost_its_engines_is_in_the_ledger_and_in_the_throughput(
+    tmp_path: Path,
+) -> None:
+    run = WholeRun.start(tmp_path / "r", write_model(tmp_path / "model"))
+    run.prompts(1)
+    run.issue(1)
+    # 11 tokens for nothing: 6 for a group that was sent again, 5 for one that was not and so was never issued.
+    run.rollout(1, discarded_tokens={"i000001-g001": 6, "i000001-g009": 5})
+    run.score(1)
+    run.update(1)
+    run.ledger.groups.settle({"i000001-g000": "trained"})
+    measured = {"time/iteration": 10.0, "rollout/discarded_tokens": 11.0}
+    values = throughput(run.store, run.graph, run.loaded.experiment, 1, measured)
+    run.ledger.close()
+    outcomes = conservation(run.folder).outcomes
+    assert outcomes["trained"].response_tokens == 4  # 2 samples of 2 tokens
+    assert outcomes["dropped/slow"].response_tokens == 4 + 6
+    assert values["throughput/effective_tokens_per_s"] == 0.4
+    assert values["throughput/generated_tokens_per_s"] == 1.9  # 4 samples of 2 tokens, and 11
+
+
 def test_the_command_prints_the_balance_and_says_where_there_is_none(
     run: WholeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.ledger.record_metrics(1, {"time/iteration": 15.0})
+    run.ledger.accounts.record_metrics(1, {"time/iteration": 15.0})
     run.ledger.close()
     with pytest.raises(SystemExit) as ended:
         main(["ledger", str(run.folder)])

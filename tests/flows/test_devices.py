@@ -108,7 +108,7 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
 
         async def claim(ledger: Ledger, folder: Path) -> None:
             async with own_devices(experiment(tmp_path, 8), folder, ledger, said.append):
-                assert [row.state for row in ledger.stages()] == ["completed"]  # before anything starts
+                assert [row.state for row in ledger.accounts.stages()] == ["completed"]  # before anything starts
 
         goes_on, stopped = run_folder(tmp_path, "b"), run_folder(tmp_path, "c")
         async with AsyncExitStack() as stack:
@@ -126,7 +126,7 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
                 await eventually(told)
             await waiting
             for ledger, state in zip(ledgers, ("completed", "failed"), strict=True):
-                (row,) = ledger.stages()
+                (row,) = ledger.accounts.stages()
                 assert (row.iteration, row.node, row.pool, row.kind, row.state) == (0, CLAIM, "", STARTING, state)
                 assert [wait.cause for wait in row.spans] == [POOL]
 
@@ -138,8 +138,8 @@ def test_devices_that_are_free_leave_no_wait(tmp_path: Path) -> None:
         folder = run_folder(tmp_path, "a")
         ledger = Ledger(folder / "ledger.sqlite")
         async with own_devices(experiment(tmp_path, 9), folder, ledger, lambda text: None):
-            assert ledger.stages() == []
-        assert ledger.stages() == []
+            assert ledger.accounts.stages() == []
+        assert ledger.accounts.stages() == []
         ledger.close()
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from rich.console import Console
 
 from conf.errors import RunError
-from data.ledger import lock_run
+from data.run_lock import lock_run
 from flows import doctor as module
 from flows.doctor import FLOW_RUN, SLOTS, doctor, forget, processes, recall, remember
 
@@ -27,7 +27,8 @@ import asyncio, sys, uuid
 from pathlib import Path
 from prefect import flow, task, get_client
 from prefect.cache_policies import NO_CACHE
-from data.ledger import Ledger, lock_run
+from data.ledger import Ledger
+from data.run_lock import lock_run
 from flows.doctor import SLOTS, remember, remember_flow_run
 folder, limit = Path(sys.argv[1]), sys.argv[2]
 
@@ -171,7 +172,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_goes_on_is_refused(folder: Path) -> None:
-    code = "import sys; from pathlib import Path; from data.ledger import lock_run\n"
+    code = "import sys; from pathlib import Path; from data.run_lock import lock_run\n"
     code += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=pipe, stdout=pipe, cwd=ROOT) as process:

@@ -103,7 +103,7 @@ def test_the_first_error_is_raised_as_itself_and_the_other_stages_end(tmp_path: 
 def test_waits_are_counted_by_cause_and_shown_in_the_artifact(tmp_path: Path) -> None:
     run_flow(tmp_path / "a")
     with noop_run(tmp_path / "a") as run:
-        rows = {row.node: row for row in run.ledger.stages(1)}
+        rows = {row.node: row for row in run.ledger.accounts.stages(1)}
     assert UPSTREAM in rows["advantage"].waits
     assert rows["prompts"].waits == {}
     assert all(row.state == "completed" for row in rows.values())
@@ -138,7 +138,7 @@ def test_a_stage_that_streams_works_on_a_group_while_the_rollout_generates_the_n
         f"generated {FIRST}", f"scored {FIRST}", f"generated {SECOND}", f"scored {SECOND}", "whole rollout",
     ] == EVENTS  # fmt: skip
     with noop_run(tmp_path / "a") as run:
-        rows = {row.node: row for row in run.ledger.stages(1)}
+        rows = {row.node: row for row in run.ledger.accounts.stages(1)}
         assert not run.streams  # nothing is kept of an iteration that is over
         assert run.store.find(1, "reward").rows == 4
     assert UPSTREAM in rows["reward"].waits
@@ -207,7 +207,8 @@ POOLS = ("cpu", "rollout", "train")
 def test_the_time_of_each_pool_adds_up_in_metrics_artifact_and_ledger(tmp_path: Path) -> None:
     run_flow(tmp_path / "a", iterations=3)
     with noop_run(tmp_path / "a") as run:
-        (session, _), rows, metrics = run.ledger.sessions(), run.ledger.stages(), run.ledger.metrics()
+        accounts = run.ledger.accounts
+        (session, _), rows, metrics = accounts.sessions(), accounts.stages(), accounts.metrics()
     for values in metrics.values():
         for pool in POOLS:
             idle = sum(seconds for name, seconds in values.items() if name.startswith(f"idle/{pool}/"))
@@ -233,7 +234,7 @@ async def ahead_flow(folder: str) -> tuple[dict[str, float], float]:
     with noop_run(Path(folder)) as run, run.clock(2, run.graph["rollout"]) as clock:
         RUN.set(run)
         await iteration(1)
-        (session,) = run.ledger.sessions()
+        (session,) = run.ledger.accounts.sessions()
         assert session.ready is not None
         return run.history[1], clock.started - session.ready
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from data.fsck import fsck
-from data.ledger import Ledger, lock_run
+from data.ledger import Ledger
+from data.run_lock import lock_run
 from flows.cli import main
 from tasks.engines.toy import write_model
 from tests.fakes.whole_run import WholeRun
@@ -114,7 +115,7 @@ def test_gc_leaves_data_alone_where_it_cannot_be_understood(folder: Path, capsys
 
 
 def test_gc_is_refused_while_a_process_has_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; from pathlib import Path; from data.ledger import lock_run\n"
+    code = "import sys; from pathlib import Path; from data.run_lock import lock_run\n"
     code += "with lock_run(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=pipe, stdout=pipe, cwd=ROOT) as process:

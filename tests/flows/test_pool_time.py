@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.ledger import SessionRow, StageRow, Wait
+from data.accounts import SessionRow, StageRow, Wait
 from flows.pool_time import (
     BUSY,
     CAUSES,

@@ -25,7 +25,7 @@ def test_what_was_trained_is_not_rolled_back(tmp_path: Path) -> None:
 
     roll_back(str(run.folder), 1, Console(quiet=True))
     ledger = Ledger(run.folder / "ledger.sqlite", read_only=True)
-    assert {group: outcome for group, iteration, outcome in ledger.groups() if iteration > 1} == {
+    assert {group: outcome for group, iteration, outcome in ledger.groups.rows() if iteration > 1} == {
         "i000002-g000": "trained",
         "i000002-g001": "dropped/slow",
         "i000003-g000": "dropped/rolled_back",

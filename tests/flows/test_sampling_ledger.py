@@ -164,24 +164,24 @@ def test_over_iterations_and_resumes_the_ledger_balances_and_no_prompt_is_skippe
     for iteration in (1, 2, 3):
         drawn = asyncio.run(run.draw(iteration))
         first = loaded.experiment.sampling.started(NEEDED)
-        assert sum(number == iteration for _, number, _ in ledger.groups()) == first
+        assert sum(number == iteration for _, number, _ in ledger.groups.rows()) == first
         generated = asyncio.run(run.generate(iteration, drawn))
         try:
             own = run.choose(iteration, generated)
         except StageError as error:
             assert "0 of" in str(error)  # noqa: PT017  nothing passed, and nothing was left to send
             break
-        sent = [group for group, number, _ in ledger.groups() if number == iteration]
+        sent = [group for group, number, _ in ledger.groups.rows() if number == iteration]
         assert len(own) == NEEDED or len(sent) == loaded.experiment.sampling.candidates(NEEDED)
         trained |= own
-    counts = ledger.group_counts()
+    counts = ledger.groups.counts()
     assert counts["issued"] == sum(count for name, count in counts.items() if name != "issued")
     assert counts["trained"] == len(trained)
     found = conservation(folder)
     assert found.unbalanced == []
     assert found.total.groups == counts["issued"]
     indices: list[int] = []
-    for iteration in sorted({iteration for _, iteration, _ in ledger.groups()}):
+    for iteration in sorted({iteration for _, iteration, _ in ledger.groups.rows()}):
         manifests = [store.committed(iteration, node) for node in ("prompts", "rollout")]
         assert manifests[0]
         indices += [index for _, index in issued_groups(store, manifests[0], manifests[1])]
@@ -231,13 +231,13 @@ def test_fsck_expects_the_groups_that_were_sent_and_no_other(tmp_path: Path) -> 
     run.store.commit_rows(
         1, "rollout", samples, key="sample_id", parents=[prompted], facts=run.facts(dropped={groups[2]: "deadline"})
     )
-    run.ledger.issue_groups(1, [(group, index) for index, group in enumerate(groups[:3])])
-    run.ledger.settle_groups({groups[2]: "dropped/deadline"})
+    run.ledger.groups.issue(1, [(group, index) for index, group in enumerate(groups[:3])])
+    run.ledger.groups.settle({groups[2]: "dropped/deadline"})
     for iteration in (2, 3):  # the one before the newest prompts may be under way
         run.prompts(iteration)
         run.issue(iteration)
     assert [str(found) for found in fsck(run.folder) if found.problem] == []
-    run.ledger.issue_groups(1, [(groups[3], 3)])
+    run.ledger.groups.issue(1, [(groups[3], 3)])
     (found,) = [str(found) for found in fsck(run.folder) if found.problem]
     assert "expected the 3 groups it has sent, found 4, first i000001-g003" in found
     run.ledger.close()

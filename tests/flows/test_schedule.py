@@ -138,7 +138,7 @@ def test_each_second_is_in_one_iterations_time_and_has_one_cause(tmp_path: Path,
         pace.hold(3, "rollout", ("begun", 2, "update"))  # it is under way when the first iteration is accounted for
     pace.run(tmp_path / "a", 4, *overrides)
     ledger = Ledger(tmp_path / "a" / "ledger.sqlite", read_only=True)
-    (session,), rows, metrics = ledger.sessions(), ledger.stages(), ledger.metrics()
+    (session,), rows, metrics = ledger.accounts.sessions(), ledger.accounts.stages(), ledger.accounts.metrics()
     ledger.close()
     assert session.ready is not None
     assert session.accounted is not None
@@ -171,7 +171,7 @@ def test_a_rollout_waits_for_the_weights_that_keep_its_lag(lag: int, tmp_path: P
     fresh = [(("done", n - 1 - lag, "publish"), ("begun", n, "rollout")) for n in range(2 + lag, 7)]
     check(events, dependencies(6) + fresh)
     with noop_run(tmp_path / "a", stages.paced(), 6, [*ASYNC, f"schedule.max_lag={lag}"]) as run:
-        (row,) = [r for r in run.ledger.stages() if (r.iteration, r.node) == (2 + lag, "rollout")]
+        (row,) = [r for r in run.ledger.accounts.stages() if (r.iteration, r.node) == (2 + lag, "rollout")]
     assert WEIGHTS in row.waits
 
 
@@ -183,8 +183,8 @@ def test_a_full_queue_holds_the_rollout_and_drops_nothing(tmp_path: Path) -> Non
     room = [(("begun", n - 2, "update"), ("begun", n, "rollout")) for n in (3, 4, 5)]
     check(events, dependencies(5) + room)
     with noop_run(tmp_path / "a", stages.paced(), 5, overrides) as run:
-        assert run.ledger.group_counts() == {"issued": 10, "waiting": 0, "trained": 10}
-        (row,) = [r for r in run.ledger.stages() if (r.iteration, r.node) == (4, "rollout")]
+        assert run.ledger.groups.counts() == {"issued": 10, "waiting": 0, "trained": 10}
+        (row,) = [r for r in run.ledger.accounts.stages() if (r.iteration, r.node) == (4, "rollout")]
         assert QUEUE in row.waits
 
 
@@ -266,7 +266,7 @@ def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(
     assert not {("begun", 1, "rollout"), ("begun", 2, "rollout")} & set(events)
     assert [n for name, n, node in events if (name, node) == ("done", "update")] == [1, 2, 3, 4]
     with noop_run(tmp_path / "a", stages.paced(), 4, overrides) as run:
-        assert run.ledger.group_counts() == {"issued": 8, "waiting": 0, "trained": 8}
+        assert run.ledger.groups.counts() == {"issued": 8, "waiting": 0, "trained": 8}
         assert not run.remaining()
 
 

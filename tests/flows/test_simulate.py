@@ -18,7 +18,8 @@ from prefect import flow
 from conf.errors import ConfigError
 from conf.load import load
 from conf.schema import Schedule
-from data.ledger import Ledger, StageRow, Wait
+from data.accounts import StageRow, Wait
+from data.ledger import Ledger
 from flows.cli import main
 from flows.forecast import Case, Costs, Forecast, Layout, costs_of, recommend, schedule_text
 from flows.run import RUN, _iterations
@@ -494,10 +495,10 @@ def write_run(
             for cause, seconds in waits.items():
                 spans.append(Wait(cause, reach, reach := reach + seconds))
             row = StageRow(number, node, state, started, ended, tuple(spans))
-        ledger.record_stage(row)
+        ledger.accounts.record_stage(row)
     for number, (seconds, outside) in enumerate(times, 1):
         rate = 64 / seconds
-        ledger.record_metrics(
+        ledger.accounts.record_metrics(
             number,
             {
                 "time/iteration": seconds,

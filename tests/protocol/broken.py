@@ -14,7 +14,8 @@ from conf.errors import RatchetError
 from tasks.engines.client import Checksums, Engine, Generation, Mark, NoAnswer
 from tasks.engines.commands import Fence, Gate
 from tasks.engines.install import Install
-from tasks.rollout import _Batch
+from tasks.generation.batch import Batch
+from tasks.generation.bracket import Bracket
 
 Patch = pytest.MonkeyPatch
 
@@ -106,19 +107,19 @@ def no_fence(patch: Patch) -> None:
 def no_bracket(patch: Patch) -> None:
     """What an engine holds is read at the opening of a batch alone."""
 
-    async def close(self: _Batch) -> bool:
+    async def close(self: Batch) -> bool:
         return True
 
-    patch.setattr(_Batch, "close", close)
+    patch.setattr(Batch, "close", close)
 
 
 def a_bracket_that_compares_its_ends_alone(patch: Patch) -> None:
     """Not with what was proven at the publish."""
 
-    async def mark(self: _Batch, engine: Engine) -> Mark:
+    async def mark(self: Bracket, engine: Engine) -> Mark:
         return await engine.mark()
 
-    patch.setattr(_Batch, "_mark", mark)
+    patch.setattr(Bracket, "mark", mark)
 
 
 async def resume(install: Install) -> None:

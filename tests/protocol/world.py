@@ -196,7 +196,7 @@ class World:
             "answer": [""] * len(PROMPTS),
             "prompt_data": ["{}"] * len(PROMPTS),
         }
-        process.ledger.issue_groups(number, [(group, i) for i, group in enumerate(groups)])
+        process.ledger.groups.issue(number, [(group, i) for i, group in enumerate(groups)])
         self.dispatched += len(PROMPTS) * SAMPLES
         context = replace(process.lab.context(policy), engines=process.fleet, experiment=self.experiment)
         task = self.spawn(
@@ -309,7 +309,7 @@ class World:
             rows = task.result()
         except RatchetError as error:
             must(str(error), "I9", "a batch was refused without a reason")
-            ledger.settle_groups(dict.fromkeys(groups, "dropped/batch_refused"))
+            ledger.groups.settle(dict.fromkeys(groups, "dropped/batch_refused"))
             self.refused += len(groups) * SAMPLES
             self.counts["batches refused"] += 1
             return
@@ -318,7 +318,7 @@ class World:
         kept = [g for g in groups if g not in rows.facts.dropped]
         must(sorted(set(rows.table["group_id"].to_pylist())) == kept, "I9", "groups are neither rows nor dropped")
         must(all(rows.facts.dropped.values()), "I9", "a group is dropped without a reason")
-        ledger.settle_groups(
+        ledger.groups.settle(
             {g: f"dropped/{rows.facts.dropped[g]}" if g in rows.facts.dropped else "trained" for g in groups}
         )
         self.admitted += rows.table.num_rows
@@ -522,7 +522,7 @@ def session(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr("tasks.engines.client.FLUSH_POLL_S", 5.0)
     patch.setattr("tasks.engines.simulated.POLL_S", 5.0)
     patch.setattr("tasks.engines.simulated.httpx.Response", Reply)
-    patch.setattr("tasks.rollout.load_tokenizer", lambda model: Words())
+    patch.setattr("tasks.generation.samples.load_tokenizer", lambda model: Words())
     patch.setattr("tasks.rollout.tokenizer_digest", lambda model: "")
     proven: dict[Any, Package] = {}
 
@@ -535,11 +535,11 @@ def session(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     patch.setattr("tasks.publish.verify", verify_once)
     patch.setattr("tasks.update.code_digest", lambda: "")
-    patch.setattr("tasks.rollout.secrets.token_hex", lambda size: f"{next(_worlds[-1].nonce):06d}")
+    patch.setattr("tasks.generation.request.secrets.token_hex", lambda size: f"{next(_worlds[-1].nonce):06d}")
     patch.setattr("tasks.engines.install.crash_point", lambda name: _worlds[-1].crash_point(name))
     patch.setattr("tasks.publish.crash_point", lambda name: _worlds[-1].crash_point(name))
     patch.setattr("data.retention.crash_point", lambda name: _worlds[-1].crash_point(name))
-    patch.setattr("tasks.rollout.POLL_S", 5.0)
+    patch.setattr("tasks.generation.bracket.POLL_S", 5.0)
     send, commit, withdraw = Gate.send, Ledger.commit_version, data.retention.withdraw
 
     async def watched_send(self: Gate, fence: Fence, step: str, command: Any) -> Any:
@@ -560,12 +560,13 @@ def session(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(Gate, "send", watched_send)
     patch.setattr(Ledger, "commit_version", watched_commit)
     patch.setattr("data.retention.withdraw", watched_withdraw)
-    logger = logging.getLogger("tasks.rollout")
-    disabled, logger.disabled = logger.disabled, True
+    logger = logging.getLogger("tasks")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.disabled = disabled
+        logger.setLevel(level)
         clock.close()
         patch.undo()
 

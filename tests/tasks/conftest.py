@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import rollout
+from tasks.generation import request
 from tasks.models import make_tiny_model
 from tests.fakes.context import save_tokenizer
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(request, "BACKOFF_S", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from conf.errors import EngineError, StageError
 from data.refs import PolicyRef
 from data.rows import check_rollout
-from tasks import rollout as module
 from tasks.engines.client import Generation, Sampling, Span
-from tasks.rollout import _joined, _without_last, generate_batch, reprefilled
+from tasks.generation import bracket
+from tasks.generation.request import joined, reprefilled, without_last
+from tasks.rollout import generate_batch
 from tasks.stage import Rows
 from tests.fakes import faults
 from tests.fakes.context import World, make_world, new_version, prompt_rows, save_tokenizer, until
@@ -209,15 +210,15 @@ def generation(ids: list[int], *spans: tuple[str, int, int], finish: str = "stop
 
 def test_the_last_token_of_a_partial_answer_is_left_out() -> None:
     whole = generation([5, 6, 7], ("a", 0, 2), ("b", 2, 3), finish="abort")
-    assert _without_last(whole) == generation([5, 6], ("a", 0, 2), finish="abort")
-    assert _without_last(generation([5], ("a", 0, 1))) == generation([])
-    assert _without_last(generation([])) == generation([])
+    assert without_last(whole) == generation([5, 6], ("a", 0, 2), finish="abort")
+    assert without_last(generation([5], ("a", 0, 1))) == generation([])
+    assert without_last(generation([])) == generation([])
 
 
 def test_two_parts_of_a_response_are_joined_by_hand() -> None:
     first = generation([5, 6], ("a", 0, 2), finish="abort", cached_tokens=1, retractions=1)
     rest = generation([7, 8], ("a", 0, 1), ("b", 1, 2), finish="length", cached_tokens=9, retractions=2)
-    assert _joined(first, rest) == generation(
+    assert joined(first, rest) == generation(
         [5, 6, 7, 8], ("a", 0, 3), ("b", 3, 4), finish="length", cached_tokens=1, retractions=3
     )
 
@@ -233,7 +234,7 @@ def test_a_response_cut_anywhere_and_joined_is_itself(lengths: list[int], data: 
         inside = [(label, max(a, start) - start, min(b, end) - start) for label, a, b in spans if a < end and b > start]
         return replace(generation([], *inside), ids=whole.ids[start:end], logprobs=whole.logprobs[start:end])
 
-    assert _joined(part(0, cut), part(cut, ends[-1])) == whole
+    assert joined(part(0, cut), part(cut, ends[-1])) == whole
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ async def answered_by_a_version_under_way(world: World, fake: FakeEngine) -> tup
 def test_a_batch_waits_for_the_commit_of_a_version_it_has_tokens_of(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(bracket, "POLL_S", 0.001)
 
     async def body(world: World, fakes: list[FakeEngine]) -> None:
         rolling, new = await answered_by_a_version_under_way(world, fakes[0])
@@ -325,7 +326,7 @@ def test_a_batch_waits_for_the_commit_of_a_version_it_has_tokens_of(
 def test_tokens_of_a_version_that_is_given_up_refuse_the_batch(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(bracket, "POLL_S", 0.001)
 
     async def body(world: World, fakes: list[FakeEngine]) -> None:
         rolling, new = await answered_by_a_version_under_way(world, fakes[0])
@@ -452,7 +453,8 @@ def test_an_engine_taken_out_of_the_pool_in_its_update_is_not_waited_for(tmp_pat
 
 
 async def lose_the_engine_after_a_commit(root: Path, kv_policy: Any) -> tuple[Rows, list[PolicyRef]]:
-    """A batch under a first version; while a sample of it waits, a second one is published, and then the engine dies.
+    """A batch of two samples under a first version; one is complete and the other waits while a second version is
+    published, and then the engine dies.
 
     Gives what the batch gave, and both versions.
     """
@@ -471,7 +473,7 @@ async def lose_the_engine_after_a_commit(root: Path, kv_policy: Any) -> tuple[Ro
         prompts, sampling = prompt_rows([3, 4]), Sampling(8, 1.0)
         rolling = asyncio.create_task(generate_batch(context, prompts, old, sampling, 2, kv_policy))
         try:
-            await until(lambda: waits.reached)
+            await until(lambda: waits.reached and bool(world.progress))
             new = desk.seal(2.0)
             await desk.publish(new)
             await desk.fake.die()
@@ -490,6 +492,7 @@ def test_a_batch_that_lost_its_engines_is_generated_again_under_what_was_committ
     assert out.facts.policy_versions == {new.label: 8}
     assert out.table["policy_version"].to_pylist() == [new.number] * 2
     assert out.facts.metrics["rollout/lag_max"] == 0.0
+    assert out.facts.discarded_tokens == {"i000001-g000": 4}  # of the sample that was complete
 
 
 def test_a_pinned_batch_that_lost_its_engines_is_refused_where_its_version_is_no_longer_the_newest(

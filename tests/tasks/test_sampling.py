@@ -14,8 +14,10 @@ from conf.errors import StageError
 from conf.schema import Experiment, GroupSampling, Prompts, Rollout
 from data.prompts import PromptSource
 from data.rows import check_rollout
-from tasks import rollout as rollout_module
-from tasks.engines.client import Refused, Unavailable
+from tasks.engines.client import Aborted, Refused, Unavailable
+from tasks.engines.fleet import Fleet
+from tasks.generation import batch, request
+from tasks.generation.groups import Wanted
 from tasks.rollout import rollout
 from tasks.stage import Group, GroupStream, Rows
 from tests.fakes.context import World, inputs_of, make_world, prompt_rows, until
@@ -212,6 +214,70 @@ def test_a_group_that_is_generated_again_comes_again_and_its_first_verdict_does_
     play(tmp_path, model, body, engines=2)
 
 
+def engines_come_back(p: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too few engines are left, all of them can be restarted and get the same version."""
+
+    async def publish(*arguments: Any) -> None:
+        for engine in p.engines:
+            engine.alive = True
+        await p.world.publish(p.world.context.policy)
+
+    monkeypatch.setattr("tasks.rollout.publish_to_engines", publish)
+    monkeypatch.setattr(Fleet, "restartable", True)
+
+
+def test_all_that_a_batch_had_generated_before_it_lost_its_engines_counts_as_thrown_away(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(p: Play) -> None:
+        engines_come_back(p, monkeypatch)
+        engine = p.engines[0]
+        await p.asks(0, 1)
+        p.end(0, 5, 5, 5)
+        p.stream.judge(await p.complete.get(), "zero_variance")
+        await p.asks(1, 2)
+        engine.asked[0].end(5, 5)  # one member of the second group
+        engine.asked[2].end(5, 5, 5, 5)  # and one of the third
+        await until(lambda: len(engine.asked) == 2)
+        engine.alive = False
+        engine.asked[0].fail(Unavailable("gone"))
+        await p.asks(0, 1)
+        await p.judge(0, "")
+        await p.judge(1, "")
+        out = await p.ended()
+        assert out.facts.policy_versions == {p.world.context.policy.label: 4}  # a token each
+        assert kept(out) == p.candidates[:2]
+        # 2 x 3 of the first group; the third is not even sent this time
+        assert out.facts.discarded_tokens == {p.candidates[0]: 6, p.candidates[1]: 2, p.candidates[2]: 4}
+        assert p.world.measured["rollout/discarded_tokens"] == 12
+
+    play(tmp_path, model, body)
+
+
+@pytest.mark.parametrize("engines", [1, 2], ids=["restarted", "another is left"])
+def test_a_partial_answer_that_was_to_be_gone_on_with_counts_too(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, engines: int
+) -> None:
+    async def body(p: Play) -> None:
+        engines_come_back(p, monkeypatch)
+        engine = p.engines[0]
+        await until(lambda: len(engine.asked) == 2)
+        first, second = engine.asked
+        second.end(5, 5)
+        first.fail(Aborted("cut off", first.tokens(4, 4, 4, 4, finish="abort")))
+        await until(lambda: len(engine.sent) == 3)
+        assert engine.asked[0].prompt_ids == [3, 4, 4, 4]  # the last of the four is left out
+        engine.alive = False
+        engine.asked[0].fail(Unavailable("gone"))
+        await until(lambda: sum(len(e.asked) for e in p.engines) == 2)
+        p.end(0)
+        out = await p.ended()
+        assert out.table["response_ids"].to_pylist() == [[5], [5]]
+        assert out.facts.discarded_tokens == {p.candidates[0]: 5}  # 2 of the second member, 3 of the first
+
+    play(tmp_path, model, body, sampling=GroupSampling(), needed=1, engines=engines, kv_policy="rebuild")
+
+
 # -- over-sampling
 
 
@@ -278,7 +344,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Event]:
         events.append(asyncio.Event())
         await events[-1].wait()
 
-    monkeypatch.setattr(rollout_module, "deadline", deadline)
+    monkeypatch.setattr(batch, "deadline", deadline)
     return events
 
 
@@ -324,7 +390,7 @@ def test_its_group_is_dropped_where_that_is_declared_or_it_has_no_token_yet(
 def test_a_request_that_cannot_be_aborted_costs_its_group_and_nothing_waits_for_it(
     tmp_path: Path, model: Path, late: list[asyncio.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_module, "ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(request, "ABORT_AGAIN_S", 0.01)
 
     async def deaf(rid: str) -> None:
         raise Unavailable("nobody answers")
@@ -438,5 +504,5 @@ async def _read(stream: GroupStream, into: list[Group]) -> None:
 
 
 def test_an_evaluation_takes_every_prompt_whatever_is_sampled_for_training() -> None:
-    assert rollout_module.Wanted(3).sampling == GroupSampling() == Experiment().sampling
-    assert rollout_module.Wanted(3).deadline_s == 0
+    assert Wanted(3).sampling == GroupSampling() == Experiment().sampling
+    assert Wanted(3).deadline_s == 0
