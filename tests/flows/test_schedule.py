@@ -48,6 +48,11 @@ async def paced_flow(folder: str, iterations: int, overrides: list[str]) -> list
         return run.display.events
 
 
+@flow(name="retried-run", retries=1)
+async def retried_flow(folder: str, iterations: int, overrides: list[str]) -> list[Any]:
+    return await paced_flow.fn(folder, iterations, overrides)
+
+
 class Pace:
     """Holds stages until others have begun or ended, and gives the events of the run in their order."""
 
@@ -268,6 +273,26 @@ def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(
     with noop_run(tmp_path / "a", stages.paced(), 4, overrides) as run:
         assert run.ledger.groups.counts() == {"issued": 8, "waiting": 0, "trained": 8}
         assert not run.remaining()
+
+
+@pytest.mark.parametrize("overrides", [[], [*ASYNC, "schedule.max_lag=2"]], ids=["sync", "async"])
+def test_a_run_that_prefect_retries_takes_no_iteration_for_another(tmp_path: Path, overrides: list[str]) -> None:
+    """The third iteration is the retry's first subflow, as the first was the first attempt's: neither is its result."""
+    attempts = list[int]()
+
+    async def fail_once(context: Context) -> None:
+        attempts.append(context.iteration)
+        if len(attempts) == 1:
+            raise ValueError("no")
+
+    stages.PACE[3, "update"] = fail_once
+    state = asyncio.run(retried_flow(str(tmp_path / "a"), 5, overrides, return_state=True))
+    assert state.is_completed()
+    assert attempts == [3, 3]
+    with noop_run(tmp_path / "a", stages.paced(), 5, overrides) as run:
+        assert not run.remaining()
+        assert run.ledger.groups.counts() == {"issued": 10, "waiting": 0, "trained": 10}
+        assert {n for n, values in run.history.items() if "time/iteration" in values} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("overrides", [[], [*ASYNC, "schedule.max_lag=2"]], ids=["sync", "async"])
