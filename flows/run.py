@@ -75,7 +75,7 @@ async def _iterations(run: Run) -> None:
 async def iteration(number: int) -> None:
     """prompts -> rollout -> reward, reference -> advantage -> update -> publish, each when its inputs are there.
 
-    And when the iterations before it let it, which then end before this one.
+    They also wait for stages of the iterations before, as the schedule has it (flows/schedule.py).
     """
     run = RUN.get()
     opened = run.window.open(number)
