@@ -46,8 +46,7 @@ async def makespan(folder: Path, scale: float, overrides: list[str]) -> tuple[fl
         RUN.set(run)
         await _iterations(run)
         rows = run.ledger.stages()
-    ended = [row.ended for row in rows if row.ended is not None]
-    return max(ended) - min(row.started for row in rows), len(rows)
+    return max(row.ended for row in rows) - min(row.started for row in rows), len(rows)
 
 
 async def plain(lag: int) -> float:

@@ -12,14 +12,14 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from conf.errors import DataError, RunError
 from data.refs import PolicyRef
 
-SCHEMA = 3
+SCHEMA = 4
 TABLES = """
 CREATE TABLE run (
     one INTEGER PRIMARY KEY CHECK (one = 1), run TEXT NOT NULL, config_digest TEXT NOT NULL, resolved TEXT NOT NULL,
@@ -49,12 +49,12 @@ CREATE TABLE groups (  -- outcome NULL: waiting
 CREATE INDEX groups_by_iteration ON groups (iteration);  -- or each step's check would go through the whole run
 CREATE INDEX groups_by_outcome ON groups (outcome);
 CREATE TABLE stages (  -- one row an attempt
-    iteration INTEGER NOT NULL, node TEXT NOT NULL, state TEXT NOT NULL, started REAL NOT NULL, ended REAL,
-    spans TEXT NOT NULL, pool TEXT NOT NULL, role TEXT NOT NULL, kind TEXT NOT NULL,
+    iteration INTEGER NOT NULL, node TEXT NOT NULL, state TEXT NOT NULL, started REAL NOT NULL, ended REAL NOT NULL,
+    spans TEXT NOT NULL, pool TEXT NOT NULL, role TEXT NOT NULL, kind TEXT NOT NULL, spent TEXT NOT NULL,
     PRIMARY KEY (iteration, node, started)
 ) STRICT;
 CREATE TABLE sessions (  -- one row a process that had the run
-    id INTEGER PRIMARY KEY, started REAL NOT NULL, ready REAL, accounted REAL, ended REAL
+    id INTEGER PRIMARY KEY, started REAL NOT NULL, ready REAL, accounted REAL, ended REAL, seen REAL
 ) STRICT;
 CREATE TABLE metrics (  -- value NULL: not a number
     iteration INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (iteration, name)
@@ -73,6 +73,8 @@ TRANSITIONS: dict[str, tuple[str, ...]] = {
     "QUARANTINED": (),  # damaged, wrong on every engine or rolled back: never tried again; its key gets a new number
 }
 GIVEN_UP = ("ABANDONED", "QUARANTINED")
+RUNNING = "running"  # an attempt of a stage that is under way
+Spending = Literal["response_tokens", "reward_calls"]  # what attempts of stages count
 # COLD: alive, base weights. DIRTY: unknown or mixed weights. OUT: taken out of the pool by a publish.
 ENGINE_STATES = ("COLD", "DRAINING", "PAUSED", "UPDATING", "VERIFYING", "PROBING", "READY", "DIRTY", "DEAD", "OUT")
 
@@ -148,13 +150,15 @@ class StageRow:
 
     iteration: int
     node: str
-    state: str  # completed or failed
+    state: str  # completed, failed or RUNNING
     started: float  # epoch seconds
-    ended: float | None  # epoch seconds; None: under way
+    ended: float  # epoch seconds; of one that is RUNNING: as far as is known of it
     spans: tuple[Wait, ...] = ()  # in order, none over another; what is left of the attempt is work
     pool: str = ""
     role: str = ""  # of the stage
     kind: str = "working"  # what its work is: working, publish or starting
+    # Spending -> group_id -> how many it took; its output may hold fewer, or not exist
+    spent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def waits(self) -> dict[str, float]:
@@ -173,6 +177,7 @@ class SessionRow:
     ready: float | None = None  # services are up and the state is recovered: iterations begin
     accounted: float | None = None  # when its last iteration was accounted for
     ended: float | None = None  # None: under way, or killed
+    seen: float | None = None  # when it was last known to be there
 
 
 def _spans(text: str) -> tuple[Wait, ...]:
@@ -289,7 +294,8 @@ class Ledger:
     # -- the run
 
     def open_run(self, run: str, config_digest: str, resolved: str) -> None:
-        """Start the run, or continue it: leases of an earlier process end. `resolved` is the configuration as YAML.
+        """Start the run, or continue it: leases and attempts of an earlier process end. `resolved` is the configuration
+        as YAML.
 
         Raises RunError where the run was started under other settings, with the lines that differ.
         """
@@ -310,6 +316,7 @@ class Ledger:
                 )
             db.execute("UPDATE run SET state = 'running'")
             db.execute("DELETE FROM leases WHERE NOT lasting")  # whoever held them had the run's lock, as we have now
+            db.execute("UPDATE stages SET state = 'failed' WHERE state = ?", (RUNNING,))  # likewise: cut off by a kill
 
     def damage(self) -> list[str]:
         """What SQLite finds wrong with the file itself: broken pages and indices, rows that refer to nothing."""
@@ -606,15 +613,25 @@ class Ledger:
 
     def record_stage(self, row: StageRow) -> None:
         """Record an attempt of a stage, or its next state."""
-        with self._transaction() as db:
-            values = astuple(replace(row, spans=json.dumps(row.spans)))  # type: ignore[arg-type]
-            db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        with self._transaction():
+            self._put_stage(row)
+
+    def record_running(self, rows: Sequence[StageRow], at: float) -> None:
+        """Record the attempts that this process is at, as far as they have come, and that it was there at `at`."""
+        with self._transaction():
+            for row in rows:
+                self._put_stage(row)
+            self._mark_session("seen", at)
+
+    def _put_stage(self, row: StageRow) -> None:
+        plain = replace(row, spans=json.dumps(row.spans), spent=json.dumps(row.spent))  # type: ignore[arg-type]
+        self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(plain))
 
     def stages(self, iteration: int | None = None, *, since: float | None = None) -> list[StageRow]:
         """All attempts in the order they started; only those of an iteration, or that ended after `since`."""
-        where = "WHERE iteration = coalesce(?, iteration) AND (? IS NULL OR ended IS NULL OR ended > ?)"
+        where = "WHERE iteration = coalesce(?, iteration) AND (? IS NULL OR ended > ?)"
         rows = self._select(StageRow, "stages", f"{where} ORDER BY started, iteration, node", (iteration, since, since))
-        return [replace(row, spans=_spans(str(row.spans))) for row in rows]
+        return [replace(row, spans=_spans(str(row.spans)), spent=json.loads(str(row.spent))) for row in rows]
 
     @contextmanager
     def session(self, started: float) -> Iterator[None]:
@@ -632,7 +649,7 @@ class Ledger:
         with self._transaction():
             self._mark_session("ready", at)
 
-    def _mark_session(self, mark: Literal["ready", "accounted", "ended"], at: float) -> None:
+    def _mark_session(self, mark: Literal["ready", "accounted", "ended", "seen"], at: float) -> None:
         self._db.execute(f"UPDATE sessions SET {mark} = ? WHERE id = (SELECT max(id) FROM sessions)", (at,))
 
     def sessions(self) -> list[SessionRow]:

@@ -8,7 +8,7 @@ from prefect.artifacts import acreate_table_artifact
 from prefect.logging import get_run_logger
 
 from data.crash import crash_point
-from data.ledger import StageRow
+from data.ledger import RUNNING, StageRow
 from data.metrics import write_metrics
 from flows.balance import check_ended, group_counts
 from flows.bias import BiasReport, read_samples
@@ -95,8 +95,8 @@ def _since_last(run: "Run", now: float) -> tuple[list[StageRow], list[Period]]:
     """The attempts of all iterations since the last accounting, also those under way, and the time since then."""
     sessions = run.ledger.sessions()
     since = max([session.accounted or 0.0 for session in sessions], default=0.0)
-    rows = {(row.iteration, row.node, row.started): row for row in [clock.row("running") for clock in run.clocks]}
-    rows |= {(row.iteration, row.node, row.started): row for row in run.ledger.stages(since=since)}
+    under_way = [clock.row(RUNNING, now) for clock in run.clocks]  # the ledger has them as they were a moment ago
+    rows = {(row.iteration, row.node, row.started): row for row in [*run.ledger.stages(since=since), *under_way]}
     return list(rows.values()), unaccounted(sessions, list(rows.values()), now)
 
 

@@ -24,7 +24,7 @@ from data.refs import DatasetRef, PolicyRef
 from data.store import Facts, Store
 
 if TYPE_CHECKING:
-    from data.ledger import Ledger
+    from data.ledger import Ledger, Spending
     from data.prompts import PromptSource
     from tasks.engines.fleet import Fleet
     from tasks.rewards.workers import RewardWorkers
@@ -54,6 +54,7 @@ class Context:
     policy: PolicyRef  # when the stage starts: the newest committed version; of role train: the one the trainer holds
     progress: Callable[[int, int, str], None]  # (done, total, unit): drives the bar of the stage under way
     measure: Callable[[str, float], None]  # (name, value): a time or rate for the ledger; never part of a dataset
+    spend: Callable[["Spending", str, int], None]  # (cost, group, count) at once when it is spent, whatever comes of it
     stream: "GroupStream | None" = None  # of a stage rollout: where it puts each group once it is complete
 
 

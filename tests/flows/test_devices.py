@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,12 +19,13 @@ from prefect.exceptions import ObjectNotFound
 from conf.errors import ConfigError, RunError
 from conf.load import load
 from conf.schema import Experiment
-from data.ledger import Ledger
+from data.ledger import RUNNING, Ledger, StageRow
 from flows import devices, preflight
+from flows.clocks import Clocks
 from flows.devices import claimed, devices_of_run, limit_name
 from flows.doctor import SLOTS, recall, remember
 from flows.opening import own_devices
-from flows.pool_time import CLAIM, STARTING
+from flows.pool_time import CLAIM, STARTING, run_seconds
 from flows.waits import POOL
 from tests.conf.experiments import load_with
 
@@ -107,7 +109,7 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
             return bool(said)
 
         async def claim(ledger: Ledger, folder: Path) -> None:
-            async with own_devices(experiment(tmp_path, 8), folder, ledger, said.append):
+            async with own_devices(experiment(tmp_path, 8), folder, Clocks(ledger), said.append):
                 assert [row.state for row in ledger.stages()] == ["completed"]  # before anything starts
 
         goes_on, stopped = run_folder(tmp_path, "b"), run_folder(tmp_path, "c")
@@ -118,6 +120,7 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
             async with claimed(experiment(tmp_path, 8), run_folder(tmp_path, "a"), said.append):
                 interrupted = asyncio.create_task(claim(ledgers[1], stopped))
                 await eventually(told)
+                assert [row.state for row in ledgers[1].stages()] == [RUNNING]  # from when it begins
                 interrupted.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await interrupted
@@ -133,11 +136,74 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+WAIT = """
+import asyncio, sys, time
+from pathlib import Path
+from data.ledger import Ledger
+from flows import clocks, devices
+from flows.opening import own_devices
+from tests.conf.experiments import load_with
+
+async def main(folder):
+    experiment = load_with(folder.parent, "pools.train.devices=['cpu:10']").experiment
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.open_run(folder.name, "digest", "")
+    with ledger.session(time.time()):
+        held = clocks.Clocks(ledger)
+        async with held.kept(), own_devices(experiment, folder, held, print):
+            raise AssertionError("another has them")
+
+clocks.WRITE_S, devices.RETRY_S, devices.LOCKS = 0.05, 0.05, Path(sys.argv[2])
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_a_run_that_is_killed_while_another_has_its_devices_has_its_wait_in_the_ledger(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, "b")
+
+    def rows() -> list[StageRow]:
+        ledger = Ledger(folder / "ledger.sqlite", read_only=True)
+        try:
+            return ledger.stages()
+        finally:
+            ledger.close()
+
+    async def main() -> None:
+        async with claimed(experiment(tmp_path, 10), run_folder(tmp_path, "a"), lambda text: None):
+            waits = subprocess.Popen(
+                [sys.executable, "-c", WAIT, str(folder), str(devices.LOCKS)], stdout=subprocess.PIPE, text=True
+            )
+            with waits:
+                assert waits.stdout is not None
+                assert waits.stdout.readline().startswith("waiting for cpu:10: run ")
+                (first,) = await asyncio.to_thread(rows)
+                while (last := rows()[0].ended) < first.ended + 0.5:  # ten times as long as between two writes
+                    await asyncio.sleep(0.01)
+                waits.kill()
+        ledger = Ledger(folder / "ledger.sqlite")
+        ledger.open_run(folder.name, "digest", "")
+        with ledger.session(time.time()):
+            async with own_devices(experiment(tmp_path, 10), folder, Clocks(ledger), lambda text: None):
+                ledger.session_ready(time.time())
+        (row,), (killed, second) = ledger.stages(), ledger.sessions()
+        ledger.close()
+        assert (row.node, row.state, row.kind) == (CLAIM, "failed", STARTING)
+        assert (killed.ended, killed.seen) == (None, row.ended)
+        assert row.ended >= last
+        (seconds,) = run_seconds([killed, second], [row], ["train"]).values()
+        assert second.ended is not None
+        assert sum(seconds.values()) == pytest.approx(row.ended - killed.started + second.ended - second.started)
+        assert seconds["pool"] == pytest.approx(row.ended - row.started, rel=0.01)
+        assert set(seconds) <= {"pool", "starting", "other"}
+
+    asyncio.run(main())
+
+
 def test_devices_that_are_free_leave_no_wait(tmp_path: Path) -> None:
     async def main() -> None:
         folder = run_folder(tmp_path, "a")
         ledger = Ledger(folder / "ledger.sqlite")
-        async with own_devices(experiment(tmp_path, 9), folder, ledger, lambda text: None):
+        async with own_devices(experiment(tmp_path, 9), folder, Clocks(ledger), lambda text: None):
             assert ledger.stages() == []
         assert ledger.stages() == []
         ledger.close()
@@ -330,10 +396,11 @@ AWAY = httpx.ConnectError("away")
         ([status(404), None], [None], ["renew 1", "take", "renew 2"]),
         ([status(410), None], [None], ["renew 1", "take", "renew 2"]),
         ([ObjectNotFound(status(404)), None], [None], ["renew 1", "take", "renew 2"]),
-        ([status(410)] * 2, [AWAY, None], ["renew 1", "take", "renew 1", "take"]),
-        ([status(410)] * 2, [status(500), None], ["renew 1", "take", "renew 1", "take"]),
+        ([status(408), status(429), None], [], ["renew 1"] * 3),
+        ([status(410), None], [AWAY, None], ["renew 1", "take", "take", "renew 2"]),
+        ([status(410), None], [status(500), None], ["renew 1", "take", "take", "renew 2"]),
     ],
-    ids=["away", "503", "404", "410", "not found", "away when it is taken", "500 when it is taken"],
+    ids=["away", "503", "404", "410", "not found", "408 429", "away when it is taken", "500 when it is taken"],
 )
 def test_a_lease_is_kept_through_what_fails_and_taken_again_only_where_it_is_gone(
     tmp_path: Path,
@@ -354,6 +421,51 @@ def test_a_lease_is_kept_through_what_fails_and_taken_again_only_where_it_is_gon
             assert recall(folder, SLOTS) == [str(LEASES[last - 1])]
         assert client.calls[-1] == f"release {last}"
         assert recall(folder, SLOTS) == []
+
+    asyncio.run(main())
+
+
+REFUSALS = {401: "set a key that it takes", 403: "set a key that it takes", 422: "is the server of the version"}
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+@pytest.mark.parametrize("asked", ["renew", "take", "take again", "make"])
+def test_what_the_server_refuses_ends_the_run_by_name_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, asked: str
+) -> None:
+    monkeypatch.setattr(devices, "RENEW_S", 0)
+    client = FakeClient(*(([status(410)], [status(code)]) if asked == "take again" else ([status(code)], [])))
+    if asked == "take":
+        client.takes = [status(code)]
+
+    async def refuse(name: str) -> None:
+        raise status(code)
+
+    if asked == "make":
+        monkeypatch.setattr(client, "read_global_concurrency_limit_by_name", refuse)
+    monkeypatch.setattr(devices, "get_client", lambda: client)
+
+    async def main() -> None:
+        async with claimed(experiment(tmp_path, 0), run_folder(tmp_path, "a"), lambda text: None):
+            await asyncio.Event().wait()
+
+    with pytest.raises(RunError, match=rf"the Prefect server refuses POST /\w*: {code} .*; {REFUSALS[code]}"):
+        asyncio.run(main())
+
+
+def test_a_server_that_is_away_while_a_run_waits_for_its_devices_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        client, said = FakeClient([]), list[str]()
+        client.takes = [status(423), AWAY, AWAY, status(423), None]
+        monkeypatch.setattr(devices, "get_client", lambda: client)
+        async with claimed(experiment(tmp_path, 0), run_folder(tmp_path, "a"), said.append):
+            assert client.calls == ["take"] * 5
+        what = f"waiting for {limit_name('cpu:0')}: "
+        assert [text.removeprefix(what)[:28] for text in said] == [
+            "another run on this Prefect ", "Prefect gives no answer (awa", "another run on this Prefect ",
+        ]  # fmt: skip
 
     asyncio.run(main())
 
