@@ -21,7 +21,7 @@ from flows.pool_time import (
     unaccounted,
     working_seconds,
 )
-from flows.throughput import throughput
+from flows.throughput import discarded, throughput
 
 if TYPE_CHECKING:
     from flows.opening import Run
@@ -42,6 +42,7 @@ async def account(run: "Run", number: int) -> None:
     values["time/outside_stages"] = sum(outside_stage_work(rows, *period) for period in periods)
     counts = group_counts(run.store, run.ledger, run.graph)
     values |= {f"groups/{name}": float(count) for name, count in counts.items()}
+    values |= discarded(run.store, run.graph, run.experiment, number, stages)
     values |= throughput(run.store, run.graph, run.experiment, number, run.history.get(number, {}) | values)
     values |= await _bias(run, number)
     run.ledger.record_metrics(number, values, accounted=now)

@@ -183,21 +183,18 @@ async def _generate(
         for group in kept[wanted.groups :]:
             group.failed = "surplus"
         kept = kept[: wanted.groups]
-    discarded = {group.id: tokens for group in batch.groups if (tokens := group.discarded_tokens)}
     table = await asyncio.to_thread(_table, prompts, kept, batch.boots, context.experiment.model.path)
     versions = tokens_per_version(table)
     context.measure(f"{context.node}/tokens_per_s", sum(versions.values()) / seconds)
     context.measure(f"{context.node}/retries", sum(tries - 1 for tries in batch.tries.values()))
     context.measure(f"{context.node}/aborted", batch.aborted)
     context.measure(f"{context.node}/reprefilled_tokens", batch.reprefilled_tokens)
-    context.measure(f"{context.node}/discarded_tokens", sum(discarded.values()))
     facts = Facts(
         policy_versions=versions,
         sampling={**asdict(sampling), "samples_per_prompt": samples, "kv_policy": kv_policy},
         logprob_kind="after_temperature",
         tokenizer_digest=tokenizer_digest(Path(context.experiment.model.path)),
         dropped={group.id: group.failed for group in batch.groups if group.failed},
-        discarded_tokens=discarded,
         dropped_lengths={group.id: lengths for group in batch.groups if group.failed and (lengths := group.lengths)},
         cursor=cursor_after(context, len(batch.groups)) if wanted.sampling.refills else {},
         metrics={**_metrics(table, newest), **batch.metrics()},
@@ -261,16 +258,10 @@ class _Group:
     engine: Engine | None = None  # all members go to one, which has their prompt in its prefix cache
     samples: dict[int, Generation] = field(default_factory=dict)  # by member
     flights: dict[int, _Flight] = field(default_factory=dict)  # members under way
-    discarded: int = 0  # tokens generated for it that were thrown away, as far as known
     failed: str = ""  # the reason it is dropped
 
     def sample_id(self, member: int) -> str:
         return f"{self.id}-s{member:02d}"
-
-    @property
-    def discarded_tokens(self) -> int:
-        kept = sum(len(answer.ids) for answer in self.samples.values())
-        return self.discarded + (kept if self.failed else 0)
 
     @property
     def lengths(self) -> dict[str, list[int]]:
@@ -565,10 +556,8 @@ class _Batch:
     # -- requests that the batch itself cuts off
 
     def _cut_short(self, group: _Group, member: int, so_far: Generation | None) -> None:
-        tokens = len(so_far.ids) if so_far else 0
-        if so_far and tokens and not group.failed and self.wanted.on_deadline == "truncate":
+        if so_far and so_far.ids and not group.failed and self.wanted.on_deadline == "truncate":
             return self._take(group, member, replace(so_far, finish_reason="deadline"))
-        group.discarded += tokens
         if not group.failed:
             self._miss_deadline(group, member)
         return None
@@ -628,7 +617,9 @@ class _Batch:
                 extra_key=label,
                 timeout_s=self.settings.timeout_s,
             )
+            self.context.spend("response_tokens", group.id, len(answer.ids))
         except Aborted as error:
+            self.context.spend("response_tokens", group.id, len(error.partial.ids))
             if flight.cut:
                 answer = error.partial
             else:
@@ -708,7 +699,6 @@ class _Batch:
                 group.engine = None
                 self.wanted.stream.take_back(group.id)
                 self._progress(-len(group.samples))
-                group.discarded += sum(len(answer.ids) for answer in group.samples.values())
                 group.samples.clear()
                 self.waiting = deque(item for item in self.waiting if item[0] is not group)
                 self.waiting.extend((group, member) for member in range(self.samples))

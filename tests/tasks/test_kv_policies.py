@@ -150,6 +150,7 @@ def test_under_rebuild_a_partial_answer_is_continued_with_the_budget_that_is_lef
         assert (world.measured["rollout/aborted"], world.measured["rollout/retries"]) == (1, 1)
         # of prompt + 3 tokens sent again the cache still had the prompt
         assert world.measured["rollout/reprefilled_tokens"] == 3
+        assert world.discarded(out.table) == {"i000001-g000": 1}
         check_rollout(out.table, 2)
 
     play(tmp_path, model, body, settings=REBUILD)
@@ -186,6 +187,7 @@ def test_under_pin_an_aborted_answer_is_asked_for_again_whole(tmp_path: Path, mo
         assert [body["sampling_params"]["max_new_tokens"] for body in sent] == [8] * 2
         assert [len(ids) for ids in out.table["response_ids"].to_pylist()] == [4, 4]
         assert (world.measured["rollout/aborted"], world.measured["rollout/retries"]) == (1, 1)
+        assert world.discarded(out.table) == {"i000001-g000": 3}
 
     play(tmp_path, model, body)
 
