@@ -2,12 +2,16 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from data.ledger_file import LedgerFile
+
+RUNNING = "running"  # an attempt of a stage that is under way
+Spending = Literal["response_tokens", "reward_calls"]  # what attempts of stages count
+Spend = Callable[[Spending, str, int], None]  # (cost, group_id, count), at once when it is spent
 
 
 class Wait(NamedTuple):
@@ -25,13 +29,15 @@ class StageRow:
 
     iteration: int
     node: str
-    state: str  # completed or failed
+    state: str  # completed, failed or RUNNING
     started: float  # epoch seconds
-    ended: float | None  # epoch seconds; None: under way
+    ended: float  # epoch seconds; of one that is RUNNING: as far as is known of it
     spans: tuple[Wait, ...] = ()  # in order, none over another; what is left of the attempt is work
     pool: str = ""
     role: str = ""  # of the stage
     kind: str = "working"  # what its work is: working, publish or starting
+    # Spending -> group_id -> how many it took; its output may hold fewer, or not exist
+    spent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def waits(self) -> dict[str, float]:
@@ -50,6 +56,7 @@ class SessionRow:
     ready: float | None = None  # services are up and the state is recovered: iterations begin
     accounted: float | None = None  # when its last iteration was accounted for
     ended: float | None = None  # None: under way, or killed
+    seen: float | None = None  # when it was last known to be there
 
 
 class Accounts:
@@ -61,17 +68,27 @@ class Accounts:
 
     def record_stage(self, row: StageRow) -> None:
         """Record an attempt of a stage, or its next state."""
-        with self._file.transaction() as db:
-            values = astuple(replace(row, spans=json.dumps(row.spans)))  # type: ignore[arg-type]
-            db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        with self._file.transaction():
+            self._put_stage(row)
+
+    def record_running(self, rows: Sequence[StageRow], at: float) -> None:
+        """Record the attempts that this process is at, as far as they have come, and that it was there at `at`."""
+        with self._file.transaction():
+            for row in rows:
+                self._put_stage(row)
+            self._mark_session("seen", at)
+
+    def _put_stage(self, row: StageRow) -> None:
+        plain = replace(row, spans=json.dumps(row.spans), spent=json.dumps(row.spent))  # type: ignore[arg-type]
+        self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(plain))
 
     def stages(self, iteration: int | None = None, *, since: float | None = None) -> list[StageRow]:
         """All attempts in the order they started; only those of an iteration, or that ended after `since`."""
-        where = "WHERE iteration = coalesce(?, iteration) AND (? IS NULL OR ended IS NULL OR ended > ?)"
+        where = "WHERE iteration = coalesce(?, iteration) AND (? IS NULL OR ended > ?)"
         rows = self._file.select(
             StageRow, "stages", f"{where} ORDER BY started, iteration, node", (iteration, since, since)
         )
-        return [replace(row, spans=_spans(str(row.spans))) for row in rows]
+        return [replace(row, spans=_spans(str(row.spans)), spent=json.loads(str(row.spent))) for row in rows]
 
     @contextmanager
     def session(self, started: float) -> Iterator[None]:
@@ -89,7 +106,7 @@ class Accounts:
         with self._file.transaction():
             self._mark_session("ready", at)
 
-    def _mark_session(self, mark: Literal["ready", "accounted", "ended"], at: float) -> None:
+    def _mark_session(self, mark: Literal["ready", "accounted", "ended", "seen"], at: float) -> None:
         self._db.execute(f"UPDATE sessions SET {mark} = ? WHERE id = (SELECT max(id) FROM sessions)", (at,))
 
     def sessions(self) -> list[SessionRow]:

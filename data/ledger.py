@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from conf.errors import DataError, RunError
-from data.accounts import Accounts
+from data.accounts import RUNNING, Accounts
 from data.groups import Groups
 from data.ledger_file import LedgerFile
 from data.refs import PolicyRef
@@ -109,7 +109,8 @@ class Ledger:
     # -- the run
 
     def open_run(self, run: str, config_digest: str, resolved: str) -> None:
-        """Start the run, or continue it: leases of an earlier process end. `resolved` is the configuration as YAML.
+        """Start the run, or continue it: leases and attempts of an earlier process end. `resolved` is the configuration
+        as YAML.
 
         Raises RunError where the run was started under other settings, with the lines that differ.
         """
@@ -130,6 +131,7 @@ class Ledger:
                 )
             db.execute("UPDATE run SET state = 'running'")
             db.execute("DELETE FROM leases WHERE NOT lasting")  # whoever held them had the run's lock, as we have now
+            db.execute("UPDATE stages SET state = 'failed' WHERE state = ?", (RUNNING,))  # likewise: cut off by a kill
 
     def damage(self) -> list[str]:
         """What is wrong with the file itself; nothing where it is whole."""

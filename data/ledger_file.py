@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from conf.errors import DataError, RunError
 from data.run_lock import holds_run, lock_run
 
-SCHEMA = 3
+SCHEMA = 4
 TABLES = """
 CREATE TABLE run (
     one INTEGER PRIMARY KEY CHECK (one = 1), run TEXT NOT NULL, config_digest TEXT NOT NULL, resolved TEXT NOT NULL,
@@ -43,12 +43,12 @@ CREATE TABLE groups (  -- outcome NULL: waiting
 CREATE INDEX groups_by_iteration ON groups (iteration);  -- or each step's check would go through the whole run
 CREATE INDEX groups_by_outcome ON groups (outcome);
 CREATE TABLE stages (  -- one row an attempt
-    iteration INTEGER NOT NULL, node TEXT NOT NULL, state TEXT NOT NULL, started REAL NOT NULL, ended REAL,
-    spans TEXT NOT NULL, pool TEXT NOT NULL, role TEXT NOT NULL, kind TEXT NOT NULL,
+    iteration INTEGER NOT NULL, node TEXT NOT NULL, state TEXT NOT NULL, started REAL NOT NULL, ended REAL NOT NULL,
+    spans TEXT NOT NULL, pool TEXT NOT NULL, role TEXT NOT NULL, kind TEXT NOT NULL, spent TEXT NOT NULL,
     PRIMARY KEY (iteration, node, started)
 ) STRICT;
 CREATE TABLE sessions (  -- one row a process that had the run
-    id INTEGER PRIMARY KEY, started REAL NOT NULL, ready REAL, accounted REAL, ended REAL
+    id INTEGER PRIMARY KEY, started REAL NOT NULL, ready REAL, accounted REAL, ended REAL, seen REAL
 ) STRICT;
 CREATE TABLE metrics (  -- value NULL: not a number
     iteration INTEGER NOT NULL, name TEXT NOT NULL, value REAL, PRIMARY KEY (iteration, name)

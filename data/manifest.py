@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from conf.errors import DataError
 from data.refs import DatasetRef, PolicyRef, Ref, ref_from_json
 
-FORMAT = 1
+FORMAT = 2
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 Kind = Literal["rows", "columns", "selection", "policy", "join"]
 
@@ -31,11 +31,8 @@ class Facts:
     reward_code_digest: str = ""
     config_digest: str = ""  # the executor fills it in
     dropped: Mapping[str, str] = field(default_factory=dict)  # group_id -> reason
-    # group_id -> response tokens that no row holds; of a batch that lost its engines also of groups not sent again
-    discarded_tokens: Mapping[str, int] = field(default_factory=dict)
     # group_id -> finish_reason -> response tokens of each sample that ended, of groups that the rollout dropped
     dropped_lengths: Mapping[str, Mapping[str, list[int]]] = field(default_factory=dict)
-    discarded_calls: Mapping[str, int] = field(default_factory=dict)  # group_id -> reward calls that no row holds
     cursor: Mapping[str, JSON] = field(default_factory=dict)  # of the source, AFTER the prompts drawn (rollout: sent)
     metrics: Mapping[str, float] = field(default_factory=dict)  # by the field's names: reward/mean, response_length/max
 

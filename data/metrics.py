@@ -23,6 +23,8 @@ class Metric:
 
 # Names are those of the field (verl, TRL, slime). The first pattern that fits decides.
 METRICS = [
+    Metric("*/discarded_tokens", "sum", "tokens", "response tokens generated for what no row holds"),
+    Metric("*/discarded_calls", "sum", "calls", "calls of reward functions for what no row holds"),
     Metric("reward/*", "mean", "", "rewards of the samples with outcome ok, over all and per named reward"),
     Metric("eval/*", "mean", "", "the same on the held-out prompts"),
     Metric("response_length/max", "max", "tokens", "longest response"),
@@ -35,7 +37,6 @@ METRICS = [
         "tokens",
         "prompt and response tokens computed again: KV given up at a retraction, or sent again and not in the cache",
     ),
-    Metric("rollout/discarded_tokens", "sum", "tokens", "response tokens generated for what no row holds"),
     Metric("rollout/lag_max", "max", "versions", "as off_policy/lag_max, but when the batch was generated"),
     Metric("rollout/*", "mean", "", "shares and rates of generation"),
     Metric("evaluate/tokens_per_s", "mean", "1/s", "generation of an evaluation"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prefect.artifacts import acreate_table_artifact
 from prefect.logging import get_run_logger
 
-from data.accounts import StageRow
+from data.accounts import RUNNING, StageRow
 from data.crash import crash_point
 from data.metrics import write_metrics
 from flows.balance import check_ended, group_counts
@@ -21,7 +21,7 @@ from flows.pool_time import (
     unaccounted,
     working_seconds,
 )
-from flows.throughput import throughput
+from flows.throughput import discarded, throughput
 
 if TYPE_CHECKING:
     from flows.opening import Run
@@ -42,6 +42,7 @@ async def account(run: "Run", number: int) -> None:
     values["time/outside_stages"] = sum(outside_stage_work(rows, *period) for period in periods)
     counts = group_counts(run.store, run.ledger, run.graph)
     values |= {f"groups/{name}": float(count) for name, count in counts.items()}
+    values |= discarded(run.store, run.graph, run.experiment, number, stages)
     values |= throughput(run.store, run.graph, run.experiment, number, run.history.get(number, {}) | values)
     values |= await _bias(run, number)
     run.ledger.accounts.record_metrics(number, values, accounted=now)
@@ -95,8 +96,10 @@ def _since_last(run: "Run", now: float) -> tuple[list[StageRow], list[Period]]:
     """The attempts of all iterations since the last accounting, also those under way, and the time since then."""
     sessions = run.ledger.accounts.sessions()
     since = max([session.accounted or 0.0 for session in sessions], default=0.0)
-    rows = {(row.iteration, row.node, row.started): row for row in [clock.row("running") for clock in run.clocks]}
-    rows |= {(row.iteration, row.node, row.started): row for row in run.ledger.accounts.stages(since=since)}
+    under_way = [clock.row(RUNNING, now) for clock in run.clocks]  # the ledger has them as they were a moment ago
+    rows = {
+        (row.iteration, row.node, row.started): row for row in [*run.ledger.accounts.stages(since=since), *under_way]
+    }
     return list(rows.values()), unaccounted(sessions, list(rows.values()), now)
 
 

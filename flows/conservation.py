@@ -1,6 +1,7 @@
 """`ratchet ledger`: where every prompt group of a run went, and what it cost. Nothing vanishes: issued is the sum."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from flows.balance import IN_FLIGHT, WAITING, Books, imbalances, read_books
 from flows.graph import Graph, GraphNode, load_graph
 from flows.pool_time import shared_seconds
 from flows.show import run_folder
-from flows.throughput import device_counts, run_devices
+from flows.throughput import device_counts, run_devices, spent
 
 SHOWN = 5  # groups that are not balanced
+# Groups that a rollout has sent and the ledger does not know: it is under way, or it did not come to its end and the
+# one after it needed fewer. What they took was taken.
+NOT_ISSUED = "not issued"
 
 
 @dataclass
@@ -49,7 +53,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Conservation:
-    outcomes: Mapping[str, Cost]  # trained, waiting, in flight, dropped/<reason>
+    outcomes: Mapping[str, Cost]  # trained, waiting, in flight, dropped/<reason>; NOT_ISSUED, where it took anything
     unbalanced: list[str]  # what ledger and data do not agree on, a line a group
     device_s: float  # of all devices over the iterations that have ended
 
@@ -80,33 +84,42 @@ def conservation(folder: Path) -> Conservation:
     for number, found in books.items():
         wrong = imbalances(found, over=number in over, behind=number not in over)
         unbalanced += [f"group {group} of iteration {number}: {what}" for group, what in wrong]
-        costs = _costs(store, graph, number, found, len(experiment.reward.functions))
-        _share_seconds(costs, by_iteration.get(number, []), graph, experiment, found)
+        attempts = by_iteration.get(number, [])
+        costs = _costs(store, graph, number, found, len(experiment.reward.functions), [row for row, _ in attempts])
+        _share_seconds(costs, attempts, graph, experiment, found)
         for group, cost in costs.items():
             outcome = found.issued.get(group) or (WAITING if found.generated else IN_FLIGHT)
+            if not cost.groups:
+                outcome = NOT_ISSUED
             outcomes.setdefault(outcome, Cost()).add(cost)
     wall = sum(history[number]["time/iteration"] for number in over)
     return Conservation(outcomes, unbalanced, wall * run_devices(experiment, graph))
 
 
-def _costs(store: Store, graph: Graph, iteration: int, books: Books, rewards: int) -> dict[str, Cost]:
-    """By group, of the ledger and of the data."""
+def _costs(
+    store: Store, graph: Graph, iteration: int, books: Books, rewards: int, attempts: Sequence[StageRow]
+) -> dict[str, Cost]:
+    """By group, of the ledger and of the data: what all attempts took, and at least what the committed rows hold."""
     prompts = dict(_lengths(store, iteration, graph[PROMPTS], "prompt_ids"))
     costs = {g: Cost(groups=1, prompt_tokens=prompts.get(g, 0)) for g in books.issued.keys() | books.drawn}
-    for node in graph.of_stage("rollout"):
-        for group, tokens in _lengths(store, iteration, node, "response_ids"):
-            costs[group].add(Cost(samples=1, response_tokens=tokens))
-        rollout = store.committed(iteration, node.name)
-        for group, tokens in rollout.facts.discarded_tokens.items() if rollout else ():
-            if group in costs:  # a rollout that began anew may not have issued what it had sent before
-                costs[group].add(Cost(response_tokens=tokens))
-    for node in graph.of_stage("reward"):
-        for group, _ in _lengths(store, iteration, node, "response_ids"):
-            costs[group].add(Cost(reward_calls=rewards))
-        scored = store.committed(iteration, node.name)
-        for group, calls in scored.facts.discarded_calls.items() if scored else ():
-            if group in costs:  # as above
-                costs[group].add(Cost(reward_calls=calls))
+    for node in graph:
+        if node.stage.reads == "trained":
+            continue  # evaluation is for no group
+        held: dict[str, Counter[str]] = {}
+        if node.stage.name in ("rollout", "reward"):
+            rows = _lengths(store, iteration, node, "response_ids")
+            if node.stage.name == "rollout":
+                held["response_tokens"] = Counter()
+                for group, tokens in rows:
+                    costs[group].add(Cost(samples=1))
+                    held["response_tokens"][group] += tokens
+            else:
+                held["reward_calls"] = Counter(group for group, _ in rows for _ in range(rewards))
+        for cost, groups in spent(row for row in attempts if row.node == node.name).items():
+            held[cost] = groups | held.get(cost, Counter())
+        for cost, groups in held.items():
+            for group, count in groups.items():
+                costs.setdefault(group, Cost()).add(Cost(**{cost: count}))
     return costs
 
 
@@ -128,6 +141,7 @@ def _share_seconds(
 ) -> None:
     """Share out the device seconds of an iteration's stages: an update's over what was trained, others' over all.
 
+    So are an update's where nothing was trained: it failed, or has not ended.
     stages: attempts, each with the seconds of its pool that are its own.
     """
     devices, trained = device_counts(experiment), {group for group in costs if books.issued.get(group) == "trained"}
@@ -136,7 +150,7 @@ def _share_seconds(
         if (node := nodes.get(row.node)) is None or node.stage.role == "cpu" or node.stage.reads == "trained":
             continue  # publish and evaluation are for no group
         seconds = own * devices[node.pool]
-        groups = trained if node.stage.name == "update" else costs.keys()
+        groups = trained if trained and node.stage.name == "update" else costs.keys()
         tokens = sum(costs[group].response_tokens for group in groups)
         for group in groups:
             share = costs[group].response_tokens / tokens if tokens else 1 / len(groups)
@@ -148,12 +162,13 @@ def print_conservation(run: str, console: Console) -> int:
     """Print the table and the balance; 1 where it does not balance."""
     found = conservation(run_folder(run))
     table = Table(Column("outcome", no_wrap=True), *(each.name.replace("_", " ") for each in fields(Cost)), box=None)
-    rows = [*sorted(found.outcomes.items()), ("issued", found.total)]
+    rows = [*sorted(found.outcomes.items()), ("total", found.total)]
     for outcome, cost in rows:
         values = [getattr(cost, each.name) for each in fields(Cost)]
         table.add_row(outcome, *(f"{value:.1f}" if isinstance(value, float) else str(value) for value in values))
     console.print(table)
-    parts = " + ".join(f"{name} {cost.groups}" for name, cost in sorted(found.outcomes.items()))
+    issued = sorted((name, cost.groups) for name, cost in found.outcomes.items() if name != NOT_ISSUED)
+    parts = " + ".join(f"{name} {groups}" for name, groups in issued)
     console.print(f"issued {found.total.groups} = {parts}", markup=False)
     worked, used = found.total.device_s, found.outcomes["trained"].device_s
     if worked:

@@ -15,8 +15,8 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
@@ -32,6 +32,7 @@ from conf.errors import RunError
 from conf.pools import pool_devices
 from conf.schema import Experiment
 from flows.doctor import SLOTS, forget, recall, remember
+from flows.prefect_server import may_pass, refused
 from tasks.devices import on_machine
 from tasks.together import all_or_first_error
 
@@ -135,10 +136,11 @@ def limit_name(device: str) -> str:
 async def _limited(devices: Sequence[str], folder: Path, say: Say) -> AsyncIterator[None]:
     names = [limit_name(device) for device in devices]
     async with get_client() as client:
-        for left in recall(folder, SLOTS):  # by this run's process before, which was killed
-            await _give_back(client, folder, left)
-        for name in names:
-            await _make(client, name)
+        with _refusals_named():
+            for left in recall(folder, SLOTS):  # by this run's process before, which was killed
+                await _give_back(client, folder, left)
+            for name in names:
+                await _make(client, name)
         holding = _Holding(client, folder, names, say)
         await holding.take()
         try:
@@ -159,25 +161,32 @@ class _Holding:
         self.lease = ""
 
     async def take(self) -> None:
-        """Wait until all slots are free, and take them at once."""
-        said = False
-        while not await self._taken():
-            if not said:
-                self.say(
-                    f"waiting for {', '.join(self.names)}: another run on this Prefect server has one of them "
-                    f"(prefect gcl ls); what a killed run had is free after {LEASE_S:.0f} s"
+        """Wait until all slots are free, and take them at once. Raises RunError where the server refuses that."""
+        said = ""
+        while True:
+            try:
+                with _refusals_named():
+                    if await self._taken():
+                        return
+                why = (
+                    "another run on this Prefect server has one of them (prefect gcl ls); "
+                    f"what a killed run had is free after {LEASE_S:.0f} s"
                 )
-                said = True
+            except httpx.HTTPError as error:
+                why = f"Prefect gives no answer ({error or type(error).__name__})"
+            if (message := f"waiting for {', '.join(self.names)}: {why}") != said:
+                self.say(message)
+                said = message
             await asyncio.sleep(RETRY_S)
 
     async def renew(self) -> None:
         """Keep the lease, for ever. One that has ended, while Prefect was away, is taken anew.
 
-        Raises RunError where a limit was deleted.
+        Raises RunError where a limit was deleted, or the server refuses.
         """
         while True:
             await asyncio.sleep(RENEW_S)
-            with suppress(httpx.HTTPError):  # no answer, or one that says nothing of the lease: asked again
+            with suppress(httpx.HTTPError), _refusals_named():  # no answer: asked again
                 if not await self._renewed():
                     await self.take()
 
@@ -212,6 +221,17 @@ class _Holding:
         self.lease = str(answer.lease_id)
         remember(self.folder, SLOTS, self.lease)
         return True
+
+
+@contextmanager
+def _refusals_named() -> Iterator[None]:
+    """An answer that asking again cannot mend ends the run, with what to do."""
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        if may_pass(error):
+            raise
+        raise refused(error) from error
 
 
 async def _make(client: PrefectClient, name: str) -> None:

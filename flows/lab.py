@@ -115,6 +115,7 @@ class Lab:
             policy=policy,
             progress=lambda done, total, unit: None,
             measure=_measure,
+            spend=lambda cost, group, count: None,
         )
 
     async def rollout(self, version: PolicyRef, *prompts: Sequence[int], ledger: Ledger | None = None) -> Rows:

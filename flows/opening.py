@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from data.refs import PolicyRef
 from data.run_lock import lock_run
 from data.store import Store
 from flows.balance import check_resumed
+from flows.clocks import Clocks
 from flows.devices import claimed
 from flows.display import Display, LineTable, Quiet
 from flows.doctor import remember_flow_run
@@ -53,13 +54,13 @@ class Run:
     graph: Graph
     store: Store
     ledger: Ledger
+    clocks: Clocks
     services: Services
     leases: Leases
     display: Display
     history: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics by iteration
     trained: PolicyRef | None = None  # of the newest committed update, or what the run began or was rolled back to
     moved: float = field(default_factory=time.monotonic)  # when something last went on in it
-    clocks: set[Clock] = field(default_factory=set)  # of the attempts under way
     streams: WeakValueDictionary[tuple[int, str], GroupStream] = field(default_factory=WeakValueDictionary)
     window: Window = field(init=False)  # the iterations under way
 
@@ -128,22 +129,15 @@ class Run:
         kind: what its work is, where that is not what the node's is.
         """
         kind = kind or (PUBLISH if node.stage.name == "publish" else WORKING)
-        clock = Clock(iteration, name or node.name, node.pool, node.stage.role, kind)
-        self.clocks.add(clock)
-        state = "failed"
-        try:
+        with self.clocks.timed(Clock(iteration, name or node.name, node.pool, node.stage.role, kind)) as clock:
             yield clock
-            state = "completed"
-        finally:
-            clock.stop()
-            self.ledger.accounts.record_stage(clock.row(state))
-            self.clocks.discard(clock)
 
     def measure(self, iteration: int, name: str, value: float) -> None:
         self.history.setdefault(iteration, {})[name] = value
         self.ledger.accounts.record_metrics(iteration, {name: value})
 
-    def context(self, iteration: int, node: str) -> Context:
+    def context(self, iteration: int, node: str, clock: Clock) -> Context:
+        """What the attempt that `clock` times may use."""
         return Context(
             experiment=self.experiment,
             run_dir=self.folder,
@@ -159,6 +153,7 @@ class Run:
             policy=self.held() if self.graph[node].stage.role == "train" else self.policy(),
             progress=partial(self.progress, iteration, node),
             measure=lambda name, value: self.measure(iteration, name, value),
+            spend=clock.spend,
             stream=self.stream(iteration, node) if self.graph[node].stage.name == "rollout" else None,
         )
 
@@ -184,6 +179,7 @@ async def open_run(
         try:
             continued = _enter(folder, loaded, ledger)
             with ledger.accounts.session(began):
+                clocks = Clocks(ledger)
                 display.message(f"run {folder} ({'continued' if continued else 'new'})")
                 remember_flow_run(folder)
                 if cleaned := clean_up(folder, ledger):
@@ -191,12 +187,13 @@ async def open_run(
                 store = Store(folder, folder.name)
                 check_resumed(store, ledger, graph, ledger.accounts.metrics())
                 async with (
-                    own_devices(loaded.experiment, folder, ledger, display.message),
+                    clocks.kept(),
+                    own_devices(loaded.experiment, folder, clocks, display.message),
                     start_services(loaded.experiment, folder, display.message) as services,
                 ):
                     handover = co_located_handover(loaded.experiment, services, ledger, folder)
                     run = Run(
-                        folder.name, folder, loaded, graph, store, ledger, services,
+                        folder.name, folder, loaded, graph, store, ledger, clocks, services,
                         Leases(loaded.experiment.pools, handover), display, ledger.accounts.metrics(),
                     )  # fmt: skip
                     await recover(run)
@@ -211,29 +208,24 @@ async def open_run(
 
 @asynccontextmanager
 async def own_devices(
-    experiment: Experiment, folder: Path, ledger: Ledger, say: Callable[[str], None]
+    experiment: Experiment, folder: Path, clocks: Clocks, say: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Hold the run's devices for the block; where another run had them, the wait is in the ledger.
+    """Hold the run's devices for the block; where another run has them, the wait is in the ledger from its beginning.
 
     It may take hours, in which nothing starts.
     """
-    waited = False
+    clock = Clock(0, CLAIM, kind=STARTING)
+    async with AsyncExitStack() as held:
+        with ExitStack() as attempt:
 
-    def tell(message: str) -> None:  # a claim has something to say where it waits
-        nonlocal waited
-        waited = True
-        say(message)
+            def tell(message: str) -> None:  # a claim has something to say where it waits
+                if clock.under_way and clock not in clocks:
+                    attempt.enter_context(clocks.timed(clock))
+                    clocks.write()
+                say(message)
 
-    async with AsyncExitStack() as stack:
-        clock, state = Clock(0, CLAIM, kind=STARTING), "failed"
-        try:
             with clock.waiting(POOL, "another run has the devices"):
-                await stack.enter_async_context(claimed(experiment, folder, tell))
-            state = "completed"
-        finally:
-            clock.stop()
-            if waited:
-                ledger.accounts.record_stage(clock.row(state))
+                await held.enter_async_context(claimed(experiment, folder, tell))
         yield
 
 

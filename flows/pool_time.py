@@ -3,7 +3,7 @@
 Everything follows from the ledger's rows: attempts of stages with their waits, and the sessions of the processes that
 had the run. A pool at which a stage is at work has that work as its cause. Otherwise it is what the stage that goes on
 next at this pool waits for, followed from stage to stage to where it began: the update waits for advantages, those for
-rewards, so the pool idles for `reward`. Stages that are under way are rows without an end.
+rewards, so the pool idles for `reward`. Stages that are under way are rows as far as they have come.
 """
 
 from bisect import bisect_left, bisect_right
@@ -36,18 +36,16 @@ class Period(NamedTuple):
     end: float
 
 
-def working_spans(row: StageRow, until: float | None = None) -> list[Period]:
-    """The times in which the attempt does not wait, in order; one without an end works until `until`."""
-    end = row.ended if row.ended is not None else row.started if until is None else until
+def working_spans(row: StageRow) -> list[Period]:
+    """The times in which the attempt does not wait, in order."""
     found, reach = [], row.started
     for wait in row.spans:
-        found.append(Period(reach, min(wait.start, end)))
+        found.append(Period(reach, min(wait.start, row.ended)))
         reach = max(reach, wait.end)
-    return [span for span in [*found, Period(reach, end)] if span.end > span.start]
+    return [span for span in [*found, Period(reach, row.ended)] if span.end > span.start]
 
 
 def working_seconds(row: StageRow) -> float:
-    """Seconds of work of an attempt that has ended."""
     return sum(end - start for start, end in working_spans(row))
 
 
@@ -75,7 +73,7 @@ def shared_seconds(rows: Sequence[StageRow]) -> list[float]:
 
 def outside_stage_work(rows: Iterable[StageRow], began: float, ended: float) -> float:
     """Seconds of [began, ended] in which no stage of any iteration worked."""
-    worked = _union(span for row in rows for span in working_spans(row, ended))
+    worked = _union(span for row in rows for span in working_spans(row))
     return (ended - began) - sum(max(0.0, min(end, ended) - max(start, began)) for start, end in worked)
 
 
@@ -113,10 +111,9 @@ def partition(rows: Iterable[StageRow], pool: str, began: float, ended: float) -
 class _Attempt:
     """A row, with what it takes to ask it about a moment."""
 
-    def __init__(self, row: StageRow, until: float) -> None:
+    def __init__(self, row: StageRow) -> None:
         self.row = row
-        self.end = until if row.ended is None else row.ended
-        self.work = working_spans(row, until)
+        self.work = working_spans(row)
         self.kind = FAILED if row.state == FAILED and row.kind != STARTING else row.kind
 
     def wait(self, at: float) -> Wait | None:
@@ -138,14 +135,14 @@ class _Timeline:
 
     def __init__(self, rows: Iterable[StageRow], began: float, ended: float) -> None:
         self._began, self._ended = began, ended
-        touching = (row for row in rows if row.started < ended and (row.ended is None or row.ended > began))
-        self._attempts = [_Attempt(row, ended) for row in sorted(touching, key=lambda row: row.started)]
+        touching = (row for row in rows if row.started < ended and row.ended > began)
+        self._attempts = [_Attempt(row) for row in sorted(touching, key=lambda row: row.started)]
         self._of_node: dict[tuple[int, str], list[_Attempt]] = {}
         for attempt in self._attempts:
             self._of_node.setdefault((attempt.row.iteration, attempt.row.node), []).append(attempt)
         self._worked = _union(span for attempt in self._attempts for span in attempt.work)
         waits = {at for attempt in self._attempts for wait in attempt.row.spans for at in (wait.start, wait.end)}
-        self._edges = sorted(waits | {at for a in self._attempts for at in (a.row.started, a.end)})
+        self._edges = sorted(waits | {at for a in self._attempts for at in (a.row.started, a.row.ended)})
 
     def cut(self, pool: str) -> list[Span]:
         here = [attempt for attempt in self._attempts if attempt.row.pool in ("", pool)]
@@ -159,7 +156,7 @@ class _Timeline:
             for left, right in pairwise([start, *between, end]):
                 while coming and coming[0].row.started <= left:
                     under_way.append(coming.popleft())
-                under_way = [attempt for attempt in under_way if attempt.end > left]
+                under_way = [attempt for attempt in under_way if attempt.row.ended > left]
                 spans.append(Span(left, right, self._idle(under_way, left)))
         return _joined(spans)
 
@@ -203,8 +200,8 @@ class _Timeline:
             seen.append(following)
             causes.append(WAITS.get(wait.cause, SCHEDULE))
             needed = [a for node in wait.on for a in self._of_node.get((attempt.row.iteration, node), ())]
-            current = [a for a in needed if a.row.started <= at < a.end]
-            following = max(current, key=lambda a: (a.row.ended is None, a.end), default=None)
+            current = [a for a in needed if a.row.started <= at < a.row.ended]
+            following = max(current, key=lambda a: a.row.ended, default=None)
         return "weights" if causes[-1] == "data" and "weights" in causes else causes[-1]
 
 
@@ -231,8 +228,8 @@ def session_ends(sessions: Sequence[SessionRow], rows: Sequence[StageRow], now: 
             found.append(now)
         else:
             until = following.started if following else float("inf")
-            ends = [row.ended for row in rows if row.ended and session.started <= row.started < until]
-            known = (session.started, session.ready or 0.0, session.accounted or 0.0)
+            ends = [row.ended for row in rows if session.started <= row.started < until]
+            known = (session.started, session.ready or 0.0, session.accounted or 0.0, session.seen or 0.0)
             found.append(min(until, max([*known, *ends])))
     return found
 

@@ -6,7 +6,7 @@ workers and the event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -22,7 +22,8 @@ class _Claim:
 
     holder: str
     shared: bool
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    granted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # who has the pool, or who is before it
 
 
 class _Lease:
@@ -39,6 +40,11 @@ class _Lease:
             self._waiting.append(claim)
         self._grant()
 
+    def before(self, claim: _Claim) -> str:
+        """Who has the pool, and who waits for it and gets it before this one."""
+        behind = self._waiting[: self._waiting.index(claim)]
+        return f"held by {_listed(self.holding)}" + (f"; behind {_listed(behind)}" if behind else "")
+
     def leave(self, claim: _Claim) -> None:
         """Give the lease back, or no longer ask for it."""
         (self.holding if claim in self.holding else self._waiting).remove(claim)
@@ -48,10 +54,17 @@ class _Lease:
         while self._waiting and self._fits(self._waiting[0]):
             claim = self._waiting.pop(0)
             self.holding.append(claim)
-            claim.granted.set()
+            claim.granted = True
+            claim.changed.set()
+        for claim in self._waiting:
+            claim.changed.set()
 
     def _fits(self, claim: _Claim) -> bool:
         return not self.holding or (claim.shared and all(other.shared for other in self.holding))
+
+
+def _listed(claims: Sequence[_Claim]) -> str:
+    return ", ".join(claim.holder for claim in claims)
 
 
 class Leases:
@@ -69,7 +82,7 @@ class Leases:
     async def take(
         self, pool: str, holder: str, clock: Clock, role: Role = "cpu", *, shared: bool = False, urgent: bool = False
     ) -> AsyncIterator[None]:
-        """Hold `pool` for the block; waiting for it is counted and shown as AwaitingPool, with who holds it.
+        """Hold `pool` for the block; waiting for it is counted and shown as AwaitingPool, with who is before it now.
 
         A co-located pool is first brought to the stage's role, counted and shown as AwaitingHandover.
         """
@@ -79,9 +92,12 @@ class Leases:
         claim = _Claim(holder, shared)
         lease.ask(claim, urgent)
         try:
-            if not claim.granted.is_set():
-                with clock.waiting(POOL, f"{pool}: held by {', '.join(other.holder for other in lease.holding)}"):
-                    await claim.granted.wait()
+            if not claim.granted:
+                with clock.waiting(POOL, f"{pool}: {lease.before(claim)}"):
+                    while not claim.granted:
+                        clock.say(f"{pool}: {lease.before(claim)}")
+                        claim.changed.clear()
+                        await claim.changed.wait()
             if pool == self._co_located and self._handover is not None and self._handover.changes(role):
                 with clock.waiting(HANDOVER, f"{pool}: from {self._handover.state} to {role}"):
                     await self._handover.give(role)

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 import httpx
+import prefect
 from prefect.client.orchestration import get_client
 
 from conf.errors import RunError
@@ -93,14 +94,39 @@ def prefect_server(say: Callable[[str], None] = lambda text: None) -> Iterator[s
 
 @contextmanager
 def _answering(url: str) -> Iterator[None]:
-    """What fails inside because the server is away is one RunError."""
+    """What fails inside because the server is away, or refuses, is one RunError."""
     try:
         yield
+    except httpx.HTTPStatusError as error:
+        raise refused(error) from error
     except httpx.TransportError as error:  # engines' and the trainer's have types of their own
         raise RunError(
             f"the Prefect server at {url} does not answer: {error or type(error).__name__}; "
             "once it does, the same command goes on"
         ) from error
+
+
+def may_pass(error: httpx.HTTPError) -> bool:
+    """Whether asking again can mend it: no answer came, or one that says nothing of what was asked."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return True
+    code = error.response.status_code
+    return code >= 500 or code in (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
+
+
+def refused(error: httpx.HTTPStatusError) -> RunError:
+    """What the server answered, and what to do about it."""
+    answer, request = error.response, error.request
+    if may_pass(error):
+        remedy = "once it does not"
+    elif answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        remedy = "set a key that it takes (PREFECT_API_KEY, or PREFECT_API_AUTH_STRING); then"
+    else:
+        remedy = f"is the server of the version that runs here, Prefect {prefect.__version__}? Once it is,"
+    return RunError(
+        f"the Prefect server refuses {request.method} {request.url.path}: {answer.status_code} {answer.reason_phrase} "
+        f"{answer.text[:200]}; {remedy} the same command goes on"
+    )
 
 
 def _keep(servers: list[subprocess.Popen[bytes]], port: int, stopping: Event, say: Callable[[str], None]) -> None:

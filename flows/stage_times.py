@@ -164,7 +164,7 @@ def _seconds(rows: Mapping[tuple[int, str], StageRow], graph: Graph) -> dict[tup
     found = {}
     for (iteration, name), row in rows.items():
         before = [rows.get((iteration + back, need)) for back, need in needs.get(name, ())]
-        since = max([other.ended or 0.0 for other in before if other], default=0.0)
+        since = max([other.ended for other in before if other], default=0.0)
         found[iteration, name] = sum(max(0.0, end - max(start, since)) for start, end in working_spans(row))
     return found
 
@@ -172,5 +172,5 @@ def _seconds(rows: Mapping[tuple[int, str], StageRow], graph: Graph) -> dict[tup
 def _hand_over_alone(rows: Sequence[StageRow], counted: Iterable[StageRow]) -> float:
     """Seconds of the counted attempts' hand-overs while no stage worked: the run has them as outside its stages."""
     at_work = [replace(row, spans=tuple(wait for wait in row.spans if wait.cause != HANDOVER)) for row in counted]
-    began, ended = min(row.started for row in rows), max(row.ended or row.started for row in rows)
+    began, ended = min(row.started for row in rows), max(row.ended for row in rows)
     return outside_stage_work(rows, began, ended) - outside_stage_work([*rows, *at_work], began, ended)

@@ -140,7 +140,7 @@ async def _timed(
     run.display.stage_begun(iteration, node.name)
     run.moved = time.monotonic()
     try:
-        return await _produce(run, node, iteration, refs, arriving)
+        return await _produce(run, node, iteration, refs, clock, arriving)
     except RatchetError:
         raise
     except Exception as error:
@@ -163,11 +163,11 @@ async def _upstream(run: "Run", needs: Needs, clock: Clock) -> dict[str, Ref]:
 
 
 async def _produce(
-    run: "Run", node: GraphNode, iteration: int, refs: Mapping[str, Ref], arriving: Arriving | None
+    run: "Run", node: GraphNode, iteration: int, refs: Mapping[str, Ref], clock: Clock, arriving: Arriving | None
 ) -> Ref:
     inputs = Inputs({}, None, None, arriving) if arriving else await asyncio.to_thread(_read, run, node, refs)
     crash_point(f"{iteration}/{node.name}/begun")
-    output = await node.stage.run(inputs, run.context(iteration, node.name), **node.options)
+    output = await node.stage.run(inputs, run.context(iteration, node.name, clock), **node.options)
     inputs = await inputs.whole()
     crash_point(f"{iteration}/{node.name}/computed")
     began = time.time()

@@ -1,9 +1,11 @@
 """What an iteration gave and what it was given: samples and tokens over seconds of all devices (docs/ledger.md)."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from conf.pools import devices_used
 from conf.schema import Experiment
+from data.accounts import StageRow
 from data.manifest import Manifest
 from data.store import Store
 from flows.balance import training_rows
@@ -27,7 +29,7 @@ def throughput(
     """The throughput of an iteration with a committed update, over `measured`'s `time/iteration`.
 
     Effective are samples and response tokens that were trained on. Generated are the response tokens of all samples,
-    and those that the rollout threw away itself (`<node>/discarded_tokens`).
+    and those that no row holds (`<node>/discarded_tokens`).
     """
     update = store.committed(iteration, graph.of_stage("update")[0].name)
     assert update is not None  # the iteration has ended
@@ -43,6 +45,31 @@ def throughput(
     }
     if total := run_devices(experiment, graph):
         values["throughput/effective_samples_per_device_s"] = trained.rows / (seconds * total)
+    return values
+
+
+def spent(attempts: Iterable[StageRow]) -> dict[str, Counter[str]]:
+    """What the attempts took, however they ended: cost -> group -> how many."""
+    found: dict[str, Counter[str]] = {}
+    for row in attempts:
+        for cost, groups in row.spent.items():
+            found.setdefault(cost, Counter()).update(groups)
+    return found
+
+
+def discarded(
+    store: Store, graph: Graph, experiment: Experiment, iteration: int, attempts: Sequence[StageRow]
+) -> dict[str, float]:
+    """`<node>/discarded_tokens` and `<node>/discarded_calls`: what a node's attempts took beyond what its rows hold."""
+    values: dict[str, float] = {}
+    for node in graph:
+        output = store.committed(iteration, node.name)
+        held = {
+            "response_tokens": _tokens(output) if output else 0,
+            "reward_calls": output.rows * len(experiment.reward.functions) if output else 0,
+        }
+        for cost, groups in spent(row for row in attempts if row.node == node.name).items():
+            values[f"{node.name}/discarded_{cost.partition('_')[2]}"] = max(groups.total() - held[cost], 0.0)
     return values
 
 

@@ -5,11 +5,13 @@ It is never used on flow runs: there it raised their run count.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import get_args
 
-from data.accounts import StageRow, Wait
+from data.accounts import Spending, StageRow, Wait
 
 UPSTREAM, POOL, WEIGHTS, QUEUE = "AwaitingUpstream", "AwaitingPool", "AwaitingWeights", "AwaitingQueue"
 REWARD = "AwaitingReward"
@@ -47,6 +49,7 @@ class Clock:
     spans: list[Wait] = field(default_factory=list)
     under_way: Wait | None = None
     message: str = ""  # of the wait under way
+    spent: dict[str, Counter[str]] = field(default_factory=lambda: {cost: Counter() for cost in get_args(Spending)})
 
     @contextmanager
     def waiting(self, cause: str, message: str, on: Sequence[str] = ()) -> Iterator[None]:
@@ -64,6 +67,16 @@ class Clock:
             self.under_way, self.message = None, ""
             _set_state("Running")
 
+    def say(self, message: str) -> None:
+        """Show the wait under way with another message: what it is for has changed."""
+        if self.under_way and message != self.message:
+            self.message = message
+            _set_state(self.under_way.cause, message)
+
+    def spend(self, cost: Spending, group: str, count: int) -> None:
+        """The attempt has taken so many more of this for the group."""
+        self.spent[cost][group] += count
+
     def __str__(self) -> str:
         return f"{self.node} of iteration {self.iteration}"
 
@@ -77,12 +90,13 @@ class Clock:
         if self.ended is None:
             self.ended = time.time()
 
-    def row(self, state: str) -> StageRow:
-        """The attempt as the ledger keeps it; one that is under way as far as it has come."""
-        open_wait = (self.under_way._replace(end=time.time()),) if self.under_way else ()
-        spans = (*self.spans, *open_wait)
+    def row(self, state: str, at: float | None = None) -> StageRow:
+        """The attempt as the ledger keeps it; one that is under way as far as it has come by `at` (default: now)."""
+        end = self.ended or at or time.time()
+        spans = (*self.spans, *([self.under_way._replace(end=end)] if self.under_way else []))
+        spent = {cost: dict(groups) for cost, groups in self.spent.items() if groups}
         return StageRow(
-            self.iteration, self.node, state, self.started, self.ended, spans, self.pool, self.role, self.kind
+            self.iteration, self.node, state, self.started, end, spans, self.pool, self.role, self.kind, spent
         )
 
     @property

@@ -37,7 +37,7 @@ async def evaluate(inputs: Inputs, context: Context) -> Rows:
     prompts = await asyncio.to_thread(prompt_table, context.prompts.held_out(), f"e{context.iteration:06d}", experiment)
     sampling = Sampling(experiment.rollout.max_new_tokens, settings.temperature)
     generated = await generate_batch(context, prompts, policy, sampling, settings.samples_per_prompt)
-    rewards = await score_rows(generated.table, experiment.reward, context.rewards, context.progress)
+    rewards = await score_rows(generated.table, context)
     table = pa.table(
         [*generated.table.columns, *rewards.columns], names=[*generated.table.column_names, *rewards.column_names]
     )

@@ -3,8 +3,7 @@
 import asyncio
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,11 +14,20 @@ from conf.schema import Experiment, Reward
 from data.columns import REWARD_COMPONENT, column
 from data.store import Facts
 from tasks.filter import dropped_groups
-from tasks.rewards.workers import Result, RewardWorkers, failure
+from tasks.rewards.workers import Result, failure
 from tasks.stage import Arriving, Columns, Context, Group, Inputs, stage
 from tasks.together import all_or_first_error
 
-CONSUMES = ("sample_id", "prompt_text", "response_text", "answer", "prompt_data", "finish_reason", "response_ids")
+CONSUMES = (
+    "sample_id",
+    "group_id",
+    "prompt_text",
+    "response_text",
+    "answer",
+    "prompt_data",
+    "finish_reason",
+    "response_ids",
+)
 
 
 class Score(NamedTuple):
@@ -27,7 +35,6 @@ class Score(NamedTuple):
 
     answer: tuple[str, bytes]  # which one it is of: the sample may have another in the end
     result: Result
-    group: str
 
 
 def produced(experiment: Experiment) -> list[str]:
@@ -42,29 +49,17 @@ async def reward(inputs: Inputs, context: Context) -> Columns:
     rollout has otherwise, or what did not come, is scored at the end. Raises StageError when more samples fail than
     `reward.max_failed_share` allows, or any with `on_failure: fail`.
     """
-    scores, scored = await _score_arriving(inputs.arriving, context) if inputs.arriving else ({}, Counter[str]())
+    scores = await _score_arriving(inputs.arriving, context) if inputs.arriving else {}
     rollout = (await inputs.whole()).table
     assert rollout is not None
-    settings, known = context.experiment.reward, _known(rollout, scores)
-    results = {row: score.result for row, score in known.items()}
-    table = await score_rows(rollout, settings, context.rewards, context.progress, results)
-    scored.subtract(score.group for score in known.values())
-    facts = Facts(
-        reward_code_digest=context.rewards.digest,
-        discarded_calls={group: answers * len(settings.functions) for group, answers in (+scored).items()},
-        metrics=reward_metrics(table),
-    )
-    return Columns(table, facts)
+    table = await score_rows(rollout, context, _known(rollout, scores))
+    return Columns(table, Facts(reward_code_digest=context.rewards.digest, metrics=reward_metrics(table)))
 
 
-async def _score_arriving(arriving: Arriving, context: Context) -> tuple[dict[str, Score], Counter[str]]:
-    """The score of every sample that came before the rollout ended, by sample id; and answers scored, by group.
-
-    Those are more than the scores where a group came again, and more than the rows' where it was not kept.
-    """
+async def _score_arriving(arriving: Arriving, context: Context) -> dict[str, Score]:
+    """The score of every sample that came before the rollout ended, by sample id."""
     experiment = context.experiment
     scores: dict[str, Score] = {}
-    scored: Counter[str] = Counter()
     groups = experiment.prompts.per_iteration
     size, most = (
         count * experiment.rollout.samples_per_prompt
@@ -75,10 +70,12 @@ async def _score_arriving(arriving: Arriving, context: Context) -> tuple[dict[st
         rows = await asyncio.to_thread(group.read)
         ids = rows["sample_id"].to_pylist()
         failed = [text for sample, score in scores.items() if (text := failure(sample, score.result))]
-        results = await context.rewards.score(_samples(rows), ids, lambda done: None, total=most, failed=failed)
-        scored[group.id] += len(ids)
+        results = await context.rewards.score(
+            _samples(rows), ids, lambda done: None, total=most, failed=failed,
+            called=lambda index: context.spend("reward_calls", group.id, 1),
+        )  # fmt: skip
         for sample, answer, result in zip(ids, _answers(rows), results, strict=True):
-            scores[sample] = Score(answer, result, group.id)
+            scores[sample] = Score(answer, result)
         rewards = _table(results, experiment.reward).append_column("group_id", rows["group_id"])
         arriving.judge(group, dropped_groups(rewards).get(group.id, ""))
         context.progress(len(scores), max(len(scores), size), "samples")
@@ -89,38 +86,33 @@ async def _score_arriving(arriving: Arriving, context: Context) -> tuple[dict[st
             task = tasks.create_task(score(group))
             working.add(task)
             task.add_done_callback(working.discard)
-    return scores, scored
+    return scores
 
 
-def _known(table: pa.Table, scores: Mapping[str, Score]) -> dict[int, Score]:
-    """The scores that are of the table's own answers, by row."""
-    known: dict[int, Score] = {}
+def _known(table: pa.Table, scores: Mapping[str, Score]) -> dict[int, Result]:
+    """The results that are of the table's own answers, by row."""
+    known: dict[int, Result] = {}
     ids = table["sample_id"].to_pylist()
     for row, answer in enumerate(_answers(table) if scores else ()):
         if (score := scores.get(ids[row])) and score.answer == answer:
-            known[row] = score
+            known[row] = score.result
     return known
 
 
-async def score_rows(
-    table: pa.Table,
-    settings: Reward,
-    workers: RewardWorkers,
-    progress: Callable[[int, int, str], None],
-    known: Mapping[int, Result] = MappingProxyType({}),
-) -> pa.Table:
+async def score_rows(table: pa.Table, context: Context, known: Mapping[int, Result] = MappingProxyType({})) -> pa.Table:
     """The reward columns for rows with CONSUMES, in their order. `known`: results that are there already, by row."""
-    ids = table["sample_id"].to_pylist()
+    ids, groups = table["sample_id"].to_pylist(), table["group_id"].to_pylist()
     left = [row for row in range(len(ids)) if row not in known]
-    found = await workers.score(
+    found = await context.rewards.score(
         _samples(table.take(pa.array(left, pa.int64()))),
         [ids[row] for row in left],
-        lambda done: progress(len(known) + done, len(ids), "samples"),
+        lambda done: context.progress(len(known) + done, len(ids), "samples"),
         total=len(ids),
         failed=[text for row, result in known.items() if (text := failure(ids[row], result))],
+        called=lambda index: context.spend("reward_calls", groups[left[index]], 1),
     )
     results = dict(known) | dict(zip(left, found, strict=True))
-    return _table([results[row] for row in range(len(ids))], settings)
+    return _table([results[row] for row in range(len(ids))], context.experiment.reward)
 
 
 def _samples(table: pa.Table) -> list[dict[str, Any]]:

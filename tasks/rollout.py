@@ -14,8 +14,6 @@ the ledger says was proven on it, under the same boot (`tasks/generation`).
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,14 +81,12 @@ async def generate_batch(
 
     All under `policy` (pin), or each begun under it or under a version committed since (rebuild, keep). Where too many
     engines are gone, they are restarted and get the newest committed version, and the batch is generated once more from
-    the beginning: under that version; with pin only if it is `policy` still, else StageError. What the first try had
-    generated counts as discarded.
+    the beginning: under that version; with pin only if it is `policy` still, else StageError.
     """
     rest = (sampling, samples, kv_policy, wanted or Wanted(prompts.num_rows))
     try:
-        return await _generate(context, prompts, policy, *rest, {})
+        return await _generate(context, prompts, policy, *rest)
     except EnginesLost as error:
-        thrown_away = error.discarded_tokens
         newest = context.ledger.committed()
         if newest is None or not context.engines.restartable:
             raise
@@ -99,7 +95,7 @@ async def generate_batch(
     await publish_to_engines(newest, weights, context.engines, context.ledger, context.experiment, context.progress)
     if kv_policy != "pin":  # no response is kept of the first try, so none has to have begun under its version
         policy = context.ledger.committed() or newest
-    return await _generate(context, prompts, policy, *rest, thrown_away)
+    return await _generate(context, prompts, policy, *rest)
 
 
 async def _generate(
@@ -110,9 +106,7 @@ async def _generate(
     samples: int,
     kv_policy: KVPolicy,
     wanted: Wanted,
-    thrown_away: Mapping[str, int],
 ) -> Rows:
-    """`thrown_away`: group_id -> tokens of a try before this one, which are none of this one's rows."""
     engines = engines_for(context, policy, kv_policy)
     _check_newest(context, policy)
     batch = Batch(context, prompts, policy, sampling, engines, samples, kv_policy, wanted)
@@ -122,21 +116,18 @@ async def _generate(
     seconds = time.monotonic() - began
     newest = _check_newest(context, policy, crossing=kv_policy != "pin")
     kept, sent = batch.groups.keep(), batch.groups.sent
-    discarded = Counter(thrown_away) + Counter({group.id: group.discarded_tokens for group in sent})
     table = await asyncio.to_thread(sample_table, prompts, kept, batch.bracket.boots, context.experiment.model.path)
     versions = tokens_per_version(table)
     context.measure(f"{context.node}/tokens_per_s", sum(versions.values()) / seconds)
     context.measure(f"{context.node}/retries", sum(tries - 1 for tries in batch.requests.tries.values()))
     context.measure(f"{context.node}/aborted", batch.requests.aborted)
     context.measure(f"{context.node}/reprefilled_tokens", batch.requests.reprefilled_tokens)
-    context.measure(f"{context.node}/discarded_tokens", discarded.total())
     facts = Facts(
         policy_versions=versions,
         sampling={**asdict(sampling), "samples_per_prompt": samples, "kv_policy": kv_policy},
         logprob_kind="after_temperature",
         tokenizer_digest=tokenizer_digest(Path(context.experiment.model.path)),
         dropped={group.id: group.failed for group in sent if group.failed},
-        discarded_tokens=dict(discarded),
         dropped_lengths={group.id: lengths for group in sent if group.failed and (lengths := group.lengths)},
         cursor=cursor_after(context, len(sent)) if wanted.sampling.refills else {},
         metrics={**sample_metrics(table, newest), **batch.metrics()},

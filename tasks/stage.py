@@ -24,6 +24,7 @@ from data.refs import DatasetRef, PolicyRef
 from data.store import Facts, Store
 
 if TYPE_CHECKING:
+    from data.accounts import Spend
     from data.ledger import Ledger
     from data.prompts import PromptSource
     from tasks.engines.fleet import Fleet
@@ -54,6 +55,7 @@ class Context:
     policy: PolicyRef  # when the stage starts: the newest committed version; of role train: the one the trainer holds
     progress: Callable[[int, int, str], None]  # (done, total, unit): drives the bar of the stage under way
     measure: Callable[[str, float], None]  # (name, value): a time or rate for the ledger; never part of a dataset
+    spend: "Spend"  # whatever comes of what is spent
     stream: "GroupStream | None" = None  # of a stage rollout: where it puts each group once it is complete
 
 

@@ -50,7 +50,7 @@ class Batch:
         self.wanted = wanted
         self.groups = Groups(prompts, samples, wanted)
         self.bracket = Bracket(context, policy, kv_policy, engines)
-        self.requests = Requests(sampling, self.settings.timeout_s, self.bracket)
+        self.requests = Requests(sampling, self.settings.timeout_s, self.bracket, context.spend)
         self.load = dict.fromkeys(engines, 0)  # requests in flight on those that are left
         self.asking = {engine: asyncio.Lock() for engine in engines}  # one question at a time whether it is there
         self.gone: list[str] = []  # engines lost, and why
@@ -103,14 +103,10 @@ class Batch:
     # -- its requests
 
     async def generate(self) -> None:
-        """Run and close, until no group is sent back. Raises what they do, and EnginesLost with what it had by then."""
-        try:
+        """Run and close, until no group is sent back. Raises what they do."""
+        await self.run()
+        while not await self.close():
             await self.run()
-            while not await self.close():
-                await self.run()
-        except EnginesLost as lost:
-            lost.discarded_tokens = {group.id: group.generated_tokens for group in self.groups.sent}
-            raise
 
     async def run(self) -> None:
         """Send prompts until the wanted groups are there, or no prompt is left.
@@ -154,7 +150,7 @@ class Batch:
         if group.engine is None:
             group.engine = min(self.load, key=lambda engine: (not engine.ready_label, self.load[engine]))
         engine = group.engine
-        flight = group.flights[member] = Flight(group.sample_id(member), group.prompt_ids, engine)
+        flight = group.flights[member] = Flight(group.id, group.sample_id(member), group.prompt_ids, engine)
         task = flight.task = tasks.create_task(self._sample(group, flight, member))
         timer = tasks.create_task(self._end_at_deadline(group, flight)) if self.wanted.deadline_s else None
 
@@ -162,7 +158,6 @@ class Batch:
             running.discard(task)
             if group.flights.get(member) is flight:
                 del group.flights[member]
-            group.discarded += flight.tokens
             if timer:
                 timer.cancel()
             if engine in self.load:
@@ -180,7 +175,7 @@ class Batch:
             try:
                 answer = await self.requests.ask(flight)
                 if answer.finish_reason != "abort":
-                    return self._take(group, flight, member, answer)
+                    return self._take(group, member, answer)
             except EngineError as error:
                 if group.failed:  # and cut off: nobody needs to know whether the engine is there
                     break
@@ -194,8 +189,7 @@ class Batch:
                 failures += 1
         return self._cut_short(group, flight, member)
 
-    def _take(self, group: PromptGroup, flight: Flight, member: int, answer: Generation) -> None:
-        flight.so_far = None
+    def _take(self, group: PromptGroup, member: int, answer: Generation) -> None:
         group.samples[member] = answer
         if group.failed:  # it came to its end while it was cut off: `_drop` has counted it
             return
@@ -213,7 +207,7 @@ class Batch:
             return
         so_far = flight.so_far
         if so_far and so_far.ids and self.wanted.on_deadline == "truncate":
-            self._take(group, flight, member, replace(so_far, finish_reason="deadline"))
+            self._take(group, member, replace(so_far, finish_reason="deadline"))
         else:
             self._miss_deadline(group, flight)
 
@@ -276,7 +270,6 @@ class Batch:
                 group.engine = None
                 self.wanted.stream.take_back(group.id)
                 self._progress(-len(group.samples))
-                group.discarded += sum(len(answer.ids) for answer in group.samples.values())
                 group.samples.clear()
                 self._unqueue(group)
                 self._queue(group)

@@ -26,10 +26,6 @@ KVPolicy = Literal["pin", "rebuild", "keep"]
 class EnginesLost(StageError):
     """Engines have died, and fewer are left than the batch needs."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.discarded_tokens: dict[str, int] = {}  # group_id -> what the batch had generated, all of it for nothing
-
 
 class Gone(Unavailable):
     """The engine is not, or no longer, the one that was proven at the opening."""

@@ -44,21 +44,10 @@ class PromptGroup:
     engine: Engine | None = None  # all members go to one, which has their prompt in its prefix cache
     samples: dict[int, Generation] = field(default_factory=dict)  # by member
     flights: dict[int, Flight] = field(default_factory=dict)  # members under way
-    discarded: int = 0  # tokens generated for it that were thrown away, as far as known
     failed: str = ""  # the reason it is dropped
 
     def sample_id(self, member: int) -> str:
         return f"{self.id}-s{member:02d}"
-
-    @property
-    def generated_tokens(self) -> int:
-        """Of what ended, whatever became of it."""
-        return self.discarded + sum(len(answer.ids) for answer in self.samples.values())
-
-    @property
-    def discarded_tokens(self) -> int:
-        """Of these, those that no row holds."""
-        return self.generated_tokens if self.failed else self.discarded
 
     @property
     def lengths(self) -> dict[str, list[int]]:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from conf.errors import EngineError
+from data.accounts import Spend
 from tasks.engines.client import Aborted, Engine, Generation, Sampling, Span
 from tasks.generation.bracket import Bracket
 
@@ -24,18 +25,14 @@ log = logging.getLogger(__name__)
 class Flight:
     """A sample under way."""
 
+    group_id: str
     sample_id: str
     prompt_ids: list[int]
     engine: Engine
-    so_far: Generation | None = None  # what its requests have given, to go on from; None once its group has it
+    so_far: Generation | None = None  # what its requests have given, to go on from
     rid: str = ""  # of its newest request; empty: none was sent
     cut: str = ""  # why the batch itself has it cut off: deadline, or the reason its group is dropped
     task: asyncio.Task[None] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Those that its group does not have."""
-        return len(self.so_far.ids) if self.so_far else 0
 
     async def abort(self) -> bool:
         """Have the engine cut it off, and wait for what it has. False: it did not, so the request was given up.
@@ -59,13 +56,14 @@ class Flight:
 class Requests:
     """The requests of one batch, and what they cost."""
 
-    def __init__(self, sampling: Sampling, timeout_s: float, bracket: Bracket) -> None:
+    def __init__(self, sampling: Sampling, timeout_s: float, bracket: Bracket, spend: Spend) -> None:
         self.tries: Counter[str] = Counter()  # requests sent, by sample id
         self.aborted = 0  # by the engine
         self.reprefilled_tokens = 0
         self._sampling = sampling
         self._timeout_s = timeout_s
         self._bracket = bracket
+        self._spend = spend
         self._nonce = secrets.token_hex(3)  # a rid of a killed run may still be running on an external engine
 
     async def ask(self, flight: Flight) -> Generation:
@@ -89,7 +87,9 @@ class Requests:
                 extra_key=label,
                 timeout_s=self._timeout_s,
             )
+            self._spend("response_tokens", flight.group_id, len(answer.ids))
         except Aborted as error:
+            self._spend("response_tokens", flight.group_id, len(error.partial.ids))
             if flight.cut:
                 answer = error.partial
             else:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from conf.errors import ConfigError, StageError
@@ -106,12 +107,14 @@ class RewardWorkers:
         *,
         total: int = 0,
         failed: Sequence[str] = (),
+        called: Callable[[int], None] = lambda index: None,
     ) -> list[Result]:
         """Call every function on every sample; one mapping by function name for each sample, in the samples' order.
 
         A sample has RewardInput's fields, `data` as JSON text. Raises StageError as soon as more samples have failed
         than `reward.max_failed_share`, or `reward.on_failure: fail`, allows. `total` and `failed` are of the batch that
-        these samples are part of: its size, and the failures in it so far (`failure`).
+        these samples are part of: its size, and the failures in it so far (`failure`). `called` hears of each call when
+        it begins, by the sample's index.
         """
         await self.start()
         names = list(self.settings.functions)
@@ -128,7 +131,7 @@ class RewardWorkers:
         async def work(slot: int) -> None:
             nonlocal done
             for index, name in calls:
-                result = await self._call(slot, name, samples[index])
+                result = await self._call(slot, name, samples[index], partial(called, index))
                 results[index][name] = result
                 if found := failure(ids[index], {name: result}):
                     new.setdefault(index, found)
@@ -145,9 +148,10 @@ class RewardWorkers:
             raise StageError(_too_many([*failed, *(new[index] for index in sorted(new))], total, self.settings))
         return [{name: result[name] for name in names} for result in results]
 
-    async def _call(self, slot: int, name: str, sample: Mapping[str, Any]) -> Outcome:
+    async def _call(self, slot: int, name: str, sample: Mapping[str, Any], began: Callable[[], None]) -> Outcome:
         async with self._workers[slot].lock:
             worker = await self._replaced(slot, name)
+            began()
             try:
                 async with asyncio.timeout(self.settings.timeout_s + _GRACE_S):
                     return Outcome(*await worker.exchange(json.dumps([name, sample]).encode()))

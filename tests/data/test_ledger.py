@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.errors import DataError, RunError
-from data.accounts import SessionRow, StageRow, Wait
+from data.accounts import RUNNING, SessionRow, StageRow, Wait
 from data.ledger import TRANSITIONS, EngineRow, Ledger, RunInfo
 from data.refs import PolicyRef
 from data.run_lock import lock_run
@@ -260,7 +260,7 @@ def test_a_file_of_another_schema_is_refused_and_the_lock_given_back(tmp_path: P
     other = sqlite3.connect(path)
     other.executescript("CREATE TABLE run (x); PRAGMA user_version = 9;")
     other.close()
-    with pytest.raises(DataError, match="has ledger schema 9, expected 3"):
+    with pytest.raises(DataError, match="has ledger schema 9, expected 4"):
         Ledger(path)
     with lock_run(tmp_path):
         path.write_bytes(b"not a database, but long enough to be taken for one" * 100)
@@ -408,14 +408,30 @@ def test_each_attempt_of_a_stage_is_one_row(ledger: Ledger) -> None:
     waits = (Wait("upstream", 20.0, 20.125, ("reward", "reference")), Wait("pool", 20.25, 20.5), Wait("pool", 21, 22))
     failed = StageRow(1, "rollout", "failed", 10.0, 12.5, (Wait("pool", 10.0, 10.5),), "engines", "rollout")
     completed = StageRow(1, "rollout", "completed", 20.0, 23.0, waits, "engines", "rollout")
-    later = StageRow(2, "publish", "completed", 30.0, 31.0, (), "engines", "rollout", "publish")
-    ledger.accounts.record_stage(StageRow(1, "rollout", "running", 10.0, None))
+    spent = {"response_tokens": {"g0": 7, "g1": 5}, "reward_calls": {"g0": 2}}
+    later = StageRow(2, "publish", "completed", 30.0, 31.0, (), "engines", "rollout", "publish", spent)
+    ledger.accounts.record_stage(StageRow(1, "rollout", RUNNING, 10.0, 11.0))
     for row in (failed, completed, later):
         ledger.accounts.record_stage(row)
     assert ledger.accounts.stages(1) == [failed, completed]
     assert ledger.accounts.stages() == [failed, completed, later]
     assert ledger.accounts.stages(since=12.5) == [completed, later]
     assert completed.waits == {"upstream": 0.125, "pool": 1.25}
+
+
+def test_an_attempt_that_a_kill_cut_off_has_failed_where_it_was_last_known(ledger: Ledger) -> None:
+    rollout = StageRow(1, "rollout", RUNNING, 10.0, 12.0, spent={"response_tokens": {"g0": 7}})
+    reward = StageRow(1, "reward", RUNNING, 10.0, 12.0, (Wait("upstream", 10.0, 12.0, ("rollout",)),))
+    done = StageRow(1, "prompts", "completed", 9.0, 10.0)
+    with ledger.accounts.session(8.0):
+        ledger.accounts.record_stage(done)
+        ledger.accounts.record_running([rollout, reward], 12.0)
+        rollout, reward = (replace(row, ended=14.0) for row in (rollout, reward))
+        ledger.accounts.record_running([rollout, reward], 14.0)
+        assert ledger.accounts.sessions() == [SessionRow(8.0, seen=14.0)]
+        assert ledger.accounts.stages() == [done, reward, rollout]
+    ledger.open_run("demo", "c0ffee", "seed: 0\n")
+    assert ledger.accounts.stages() == [done, replace(reward, state="failed"), replace(rollout, state="failed")]
 
 
 def test_a_session_is_what_one_process_did_with_the_run(ledger: Ledger) -> None:

@@ -99,8 +99,6 @@ def test_the_manifest_holds_every_fact_and_the_file_holds_the_same(store: Store,
         config_digest="c",
         dropped={"g3": "timeout", "g4": "timeout", "g5": "refused"},
         dropped_lengths={"g3": {"stop": [4, 9], "length": [64]}},
-        discarded_tokens={"g3": 7},
-        discarded_calls={"g4": 2},
         cursor={"epoch": 0, "position": 16},
         metrics={"reward/mean": 0.25},
     )
@@ -544,7 +542,7 @@ def test_an_edited_manifest_or_stage_reference_is_found(
     "edit",
     [
         lambda text: text + b" ",
-        lambda text: text.replace(b'"format":1', b'"format":2'),
+        lambda text: text.replace(b'"format":2', b'"format":3'),
         lambda text: text.replace(b'"run":"r"', b'"nur":"r"'),
         lambda text: text.replace(b'"dropped_counts":{}', b'"dropped_counts":{"late":1}'),
         lambda text: text[:-1],
@@ -557,7 +555,7 @@ def test_a_manifest_that_this_store_would_not_write_is_refused_whatever_its_name
     ref = commit(store)
     text = edit((tmp_path / f"r/data/objects/{ref.digest}.json").read_bytes())
     digest, _ = Objects(tmp_path / "r/data").put(".json", lambda path: path.write_bytes(text) and None)
-    with pytest.raises(DataError, match=r"manifest (has format 2|cannot be read|is not in canonical form)"):
+    with pytest.raises(DataError, match=r"manifest (has format 3|cannot be read|is not in canonical form)"):
         store.read(replace(ref, digest=digest))
 
 

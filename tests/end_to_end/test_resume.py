@@ -180,5 +180,13 @@ def test_killed_in_mid_rollout_it_leaves_no_process_and_continues_with_a_new_eng
     try:
         assert [(v.number, v.state) for v in ledger.versions()] == [(0, "COMMITTED"), (1, "COMMITTED")]
         assert ledger.groups.counts()["issued"] == 16
+        (killed, second), rows = ledger.accounts.sessions(), ledger.accounts.stages()
     finally:
         ledger.close()
+    assert killed.ended is None
+    assert killed.seen is not None
+    assert second.ended is not None
+    wall = session_ends([killed, second], rows)[0] - killed.started + second.ended - second.started
+    for seconds in run_seconds([killed, second], rows, {row.pool for row in rows}).values():
+        assert sum(seconds.values()) == pytest.approx(wall, rel=0.01)
+    assert {row.state for row in rows} <= {"completed", "failed"}

@@ -1,6 +1,7 @@
 """A stage context over fake engines, a real ledger with one committed version, and a real, tiny tokenizer."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +74,19 @@ class World:
     engines: list[Engine]
     progress: list[tuple[int, int, str]] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
+    spent: Counter[tuple[str, str]] = field(default_factory=Counter)  # (cost, group) -> how many
+
+    def spend(self, cost: str, group: str, count: int) -> None:
+        self.spent[cost, group] += count
+
+    def discarded(self, rows: pa.Table) -> dict[str, int]:
+        """group -> response tokens that were generated for it and stand in none of the rows."""
+        groups, lengths = rows["group_id"].to_pylist(), map(len, rows["response_ids"].to_pylist())
+        left = Counter({group: count for (cost, group), count in self.spent.items() if cost == "response_tokens"})
+        for group, length in zip(groups, lengths, strict=True):
+            left[group] -= length
+        assert min(left.values()) >= 0
+        return dict(+left)
 
     def with_context(self, **changes: Any) -> Context:
         return replace(self.context, **changes)
@@ -132,6 +146,7 @@ def make_world(
         policy=policy,
         progress=lambda *step: world.progress.append(step),
         measure=world.measured.__setitem__,
+        spend=world.spend,
     )
     return world
 

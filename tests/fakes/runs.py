@@ -12,6 +12,7 @@ from conf.schema import Node
 from data.ledger import Ledger
 from data.store import Store
 from flows import graph
+from flows.clocks import Clocks
 from flows.opening import Run
 from flows.pools import Leases
 from tests.fakes.stages import GRAPH, commit_version
@@ -62,8 +63,8 @@ def noop_run(
         with ledger.accounts.session(time.time()):
             ledger.accounts.session_ready(time.time())
             yield Run(
-                folder.name, folder, loaded, graph.load_graph(experiment), Store(folder, folder.name), ledger, services,
-                Leases(experiment.pools), Recorder(), ledger.accounts.metrics(),
+                folder.name, folder, loaded, graph.load_graph(experiment), Store(folder, folder.name), ledger,
+                Clocks(ledger), services, Leases(experiment.pools), Recorder(), ledger.accounts.metrics(),
             )  # fmt: skip
     finally:
         graph.BUILT_IN.update(built_in)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from data.accounts import StageRow, Wait
+from data.accounts import RUNNING, StageRow, Wait
 from flows.cli import main
 from flows.conservation import Cost, conservation
-from flows.throughput import device_counts, run_devices, throughput
+from flows.throughput import device_counts, discarded, run_devices, throughput
 from tasks.engines.toy import write_model
 from tests.fakes.whole_run import WholeRun
 
@@ -21,8 +21,9 @@ def worked(
     end: float,
     *waits: Wait,
     state: str = "completed",
+    **spent: dict[str, int],
 ) -> None:
-    run.ledger.accounts.record_stage(StageRow(iteration, node, state, start, end, waits, pool))
+    run.ledger.accounts.record_stage(StageRow(iteration, node, state, start, end, waits, pool, spent=spent))
 
 
 @pytest.fixture
@@ -81,34 +82,69 @@ def test_calls_on_answers_that_no_row_holds_count_for_their_group(tmp_path: Path
     run.prompts(1)
     run.issue(1)
     run.rollout(1)
+    run.score(1)
+    rewards = len(run.loaded.experiment.reward.functions)
+    first, second, third = ("i000001-g000", "i000001-g001", "i000001-g009")
     # The second group was generated again after two answers were scored; a rollout that began anew sent no g009.
-    run.score(1, discarded_calls={"i000001-g001": 6, "i000001-g009": 5})
+    worked(run, 1, "reward", "cpu", 0, 1, reward_calls={first: 2 * rewards, second: 2 * rewards + 6, third: 5})
+    worked(run, 1, "rollout", "rollout", 0, 1, response_tokens={first: 4, second: 7})
     run.ledger.close()
     outcomes = conservation(run.folder).outcomes
-    rewards = len(run.loaded.experiment.reward.functions)
-    assert outcomes["waiting"].reward_calls == 2 * rewards
-    assert outcomes["dropped/slow"].reward_calls == 2 * rewards + 6
+    assert (outcomes["waiting"].reward_calls, outcomes["waiting"].response_tokens) == (2 * rewards, 4)
+    assert (outcomes["dropped/slow"].reward_calls, outcomes["dropped/slow"].response_tokens) == (2 * rewards + 6, 7)
+    assert outcomes["not issued"] == Cost(reward_calls=5)
 
 
-def test_what_a_batch_generated_before_it_lost_its_engines_is_in_the_ledger_and_in_the_throughput(
-    tmp_path: Path,
-) -> None:
+def test_what_an_attempt_took_that_failed_or_was_killed_counts_with_what_the_last_one_took(tmp_path: Path) -> None:
+    """A rollout of 4 tokens a group, and a reward, each at the third attempt."""
     run = WholeRun.start(tmp_path / "r", write_model(tmp_path / "model"))
     run.prompts(1)
     run.issue(1)
-    # 11 tokens for nothing: 6 for a group that was sent again, 5 for one that was not and so was never issued.
-    run.rollout(1, discarded_tokens={"i000001-g001": 6, "i000001-g009": 5})
+    first, second, third = ("i000001-g000", "i000001-g001", "i000001-g002")
+    worked(run, 1, "rollout", "rollout", 0, 2, state="failed", response_tokens={first: 4, third: 2})
+    worked(run, 1, "rollout", "rollout", 3, 4, state=RUNNING, response_tokens={second: 1})
+    before = conservation(run.folder).outcomes
+    assert (before["in flight"].groups, before["in flight"].response_tokens) == (2, 5)
+    assert before["not issued"].response_tokens == 2  # as far as is known: the next one may send it again
+    worked(run, 1, "rollout", "rollout", 5, 9, response_tokens={first: 4, second: 4})
+    run.rollout(1)
+    worked(run, 1, "reward", "cpu", 9, 10, state="failed", reward_calls={first: 3})
+    worked(run, 1, "reward", "cpu", 11, 12, state="failed", reward_calls={first: 1, second: 2})
+    worked(run, 1, "reward", "cpu", 13, 14, reward_calls={first: 4, second: 4})
     run.score(1)
     run.update(1)
-    run.ledger.groups.settle({"i000001-g000": "trained"})
-    measured = {"time/iteration": 10.0, "rollout/discarded_tokens": 11.0}
-    values = throughput(run.store, run.graph, run.loaded.experiment, 1, measured)
+    run.ledger.groups.settle({first: "trained"})
+    found = conservation(run.folder)
+    trained, dropped = found.outcomes["trained"], found.outcomes["dropped/slow"]
+    assert (trained.response_tokens, trained.reward_calls) == (4 + 4, 3 + 1 + 4)
+    assert (dropped.response_tokens, dropped.reward_calls) == (1 + 4, 2 + 4)
+    assert (found.total.groups, found.total.response_tokens, found.total.reward_calls) == (2, 15, 14)
+    assert found.total.rollout_device_s == pytest.approx(2 + 1 + 4)
+    assert found.outcomes["not issued"].rollout_device_s == pytest.approx(7 * 2 / 15)
+    measured = discarded(run.store, run.graph, run.loaded.experiment, 1, run.ledger.accounts.stages())
+    calls = 14 - 4 * len(run.loaded.experiment.reward.functions)  # those on the four rows
+    assert measured == {"rollout/discarded_tokens": 15 - 8, "reward/discarded_calls": calls}
+    assert throughput(run.store, run.graph, run.loaded.experiment, 1, {"time/iteration": 10.0} | measured) == {
+        "throughput/effective_samples_per_s": 0.2,
+        "throughput/effective_tokens_per_s": 0.4,
+        "throughput/generated_tokens_per_s": 1.5,  # 8 tokens in rows, and 7 that no row holds
+        "throughput/effective_samples_per_device_s": 0.1,
+    }
+    run.ledger.close()
+
+
+def test_an_update_that_trained_nothing_has_taken_its_seconds_all_the_same(tmp_path: Path) -> None:
+    run = WholeRun.start(tmp_path / "r", write_model(tmp_path / "model"))
+    run.prompts(1)
+    run.issue(1)
+    run.rollout(1)
+    run.score(1)
+    worked(run, 1, "update", "train", 20.0, 24.0, state="failed")
     run.ledger.close()
     outcomes = conservation(run.folder).outcomes
-    assert outcomes["trained"].response_tokens == 4  # 2 samples of 2 tokens
-    assert outcomes["dropped/slow"].response_tokens == 4 + 6
-    assert values["throughput/effective_tokens_per_s"] == 0.4
-    assert values["throughput/generated_tokens_per_s"] == 1.9  # 4 samples of 2 tokens, and 11
+    assert {name: cost.train_device_s for name, cost in outcomes.items() if cost.groups} == {
+        "waiting": 2.0, "dropped/slow": 2.0
+    }  # fmt: skip
 
 
 def test_the_command_prints_the_balance_and_says_where_there_is_none(

@@ -4,26 +4,26 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
-import httpx
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.exceptions import ObjectNotFound
 
 from conf.errors import ConfigError, RunError
 from conf.load import load
 from conf.schema import Experiment
+from data.accounts import RUNNING, StageRow
 from data.ledger import Ledger
 from flows import devices, preflight
+from flows.clocks import Clocks
 from flows.devices import claimed, devices_of_run, limit_name
 from flows.doctor import SLOTS, recall, remember
 from flows.opening import own_devices
-from flows.pool_time import CLAIM, STARTING
+from flows.pool_time import CLAIM, STARTING, run_seconds
 from flows.waits import POOL
 from tests.conf.experiments import load_with
 
@@ -107,7 +107,7 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
             return bool(said)
 
         async def claim(ledger: Ledger, folder: Path) -> None:
-            async with own_devices(experiment(tmp_path, 8), folder, ledger, said.append):
+            async with own_devices(experiment(tmp_path, 8), folder, Clocks(ledger), said.append):
                 assert [row.state for row in ledger.accounts.stages()] == ["completed"]  # before anything starts
 
         goes_on, stopped = run_folder(tmp_path, "b"), run_folder(tmp_path, "c")
@@ -118,6 +118,7 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
             async with claimed(experiment(tmp_path, 8), run_folder(tmp_path, "a"), said.append):
                 interrupted = asyncio.create_task(claim(ledgers[1], stopped))
                 await eventually(told)
+                assert [row.state for row in ledgers[1].accounts.stages()] == [RUNNING]  # from when it begins
                 interrupted.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await interrupted
@@ -133,11 +134,74 @@ def test_the_wait_for_another_runs_devices_is_in_the_ledger(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+WAIT = """
+import asyncio, sys, time
+from pathlib import Path
+from data.ledger import Ledger
+from flows import clocks, devices
+from flows.opening import own_devices
+from tests.conf.experiments import load_with
+
+async def main(folder):
+    experiment = load_with(folder.parent, "pools.train.devices=['cpu:10']").experiment
+    ledger = Ledger(folder / "ledger.sqlite")
+    ledger.open_run(folder.name, "digest", "")
+    with ledger.accounts.session(time.time()):
+        held = clocks.Clocks(ledger)
+        async with held.kept(), own_devices(experiment, folder, held, print):
+            raise AssertionError("another has them")
+
+clocks.WRITE_S, devices.RETRY_S, devices.LOCKS = 0.05, 0.05, Path(sys.argv[2])
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_a_run_that_is_killed_while_another_has_its_devices_has_its_wait_in_the_ledger(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, "b")
+
+    def rows() -> list[StageRow]:
+        ledger = Ledger(folder / "ledger.sqlite", read_only=True)
+        try:
+            return ledger.accounts.stages()
+        finally:
+            ledger.close()
+
+    async def main() -> None:
+        async with claimed(experiment(tmp_path, 10), run_folder(tmp_path, "a"), lambda text: None):
+            waits = subprocess.Popen(
+                [sys.executable, "-c", WAIT, str(folder), str(devices.LOCKS)], stdout=subprocess.PIPE, text=True
+            )
+            with waits:
+                assert waits.stdout is not None
+                assert waits.stdout.readline().startswith("waiting for cpu:10: run ")
+                (first,) = await asyncio.to_thread(rows)
+                while (last := rows()[0].ended) < first.ended + 0.5:  # ten times as long as between two writes
+                    await asyncio.sleep(0.01)
+                waits.kill()
+        ledger = Ledger(folder / "ledger.sqlite")
+        ledger.open_run(folder.name, "digest", "")
+        with ledger.accounts.session(time.time()):
+            async with own_devices(experiment(tmp_path, 10), folder, Clocks(ledger), lambda text: None):
+                ledger.accounts.session_ready(time.time())
+        (row,), (killed, second) = ledger.accounts.stages(), ledger.accounts.sessions()
+        ledger.close()
+        assert (row.node, row.state, row.kind) == (CLAIM, "failed", STARTING)
+        assert (killed.ended, killed.seen) == (None, row.ended)
+        assert row.ended >= last
+        (seconds,) = run_seconds([killed, second], [row], ["train"]).values()
+        assert second.ended is not None
+        assert sum(seconds.values()) == pytest.approx(row.ended - killed.started + second.ended - second.started)
+        assert seconds["pool"] == pytest.approx(row.ended - row.started, rel=0.01)
+        assert set(seconds) <= {"pool", "starting", "other"}
+
+    asyncio.run(main())
+
+
 def test_devices_that_are_free_leave_no_wait(tmp_path: Path) -> None:
     async def main() -> None:
         folder = run_folder(tmp_path, "a")
         ledger = Ledger(folder / "ledger.sqlite")
-        async with own_devices(experiment(tmp_path, 9), folder, ledger, lambda text: None):
+        async with own_devices(experiment(tmp_path, 9), folder, Clocks(ledger), lambda text: None):
             assert ledger.accounts.stages() == []
         assert ledger.accounts.stages() == []
         ledger.close()
@@ -272,105 +336,6 @@ def test_a_lease_that_has_ended_is_taken_anew(tmp_path: Path, monkeypatch: pytes
         assert await slots(7) == [0]
 
     asyncio.run(main())
-
-
-# -- the renewal, with a server that fails on demand
-
-LEASES = [UUID(int=number) for number in range(1, 4)]
-
-
-def status(code: int) -> httpx.HTTPStatusError:
-    request = httpx.Request("POST", "http://prefect")
-    return httpx.HTTPStatusError(str(code), request=request, response=httpx.Response(code, request=request))
-
-
-class FakeClient:
-    """Prefect's. Answers each renewal and each take after the first as told: None is a success, and a set has the
-    names of the limits that there are. The renewal after the last told sets `over` and has no answer."""
-
-    def __init__(self, renewals: Sequence[Exception | None], takes: Sequence[Exception | set[str] | None] = ()) -> None:
-        self.renewals, self.takes, self.calls = [*renewals], [None, *takes], list[str]()
-        self.leases, self.over = iter(LEASES), asyncio.Event()
-
-    async def __aenter__(self) -> "FakeClient":
-        return self
-
-    async def __aexit__(self, *error: object) -> None: ...
-
-    async def read_global_concurrency_limit_by_name(self, name: str) -> None: ...
-
-    async def increment_concurrency_slots_with_lease(self, names: list[str], **_: Any) -> httpx.Response:
-        self.calls.append("take")
-        answer = self.takes.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        limits = [{"id": str(UUID(int=0)), "name": name, "limit": 1} for name in (names if answer is None else answer)]
-        return httpx.Response(200, json={"lease_id": str(next(self.leases)), "limits": limits})
-
-    async def renew_concurrency_lease(self, lease_id: UUID, lease_duration: float) -> None:
-        self.calls.append(f"renew {lease_id.int}")
-        if not self.renewals:
-            self.over.set()
-            await asyncio.Event().wait()
-        if error := self.renewals.pop(0):
-            raise error
-
-    async def release_concurrency_slots_with_lease(self, lease_id: UUID) -> None:
-        self.calls.append(f"release {lease_id.int}")
-
-
-AWAY = httpx.ConnectError("away")
-
-
-@pytest.mark.parametrize(
-    ("renewals", "takes", "calls"),
-    [
-        ([AWAY, None], [], ["renew 1", "renew 1"]),
-        ([status(503), None], [], ["renew 1", "renew 1"]),
-        ([status(404), None], [None], ["renew 1", "take", "renew 2"]),
-        ([status(410), None], [None], ["renew 1", "take", "renew 2"]),
-        ([ObjectNotFound(status(404)), None], [None], ["renew 1", "take", "renew 2"]),
-        ([status(410)] * 2, [AWAY, None], ["renew 1", "take", "renew 1", "take"]),
-        ([status(410)] * 2, [status(500), None], ["renew 1", "take", "renew 1", "take"]),
-    ],
-    ids=["away", "503", "404", "410", "not found", "away when it is taken", "500 when it is taken"],
-)
-def test_a_lease_is_kept_through_what_fails_and_taken_again_only_where_it_is_gone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    renewals: list[Exception | None],
-    takes: list[Exception | None],
-    calls: list[str],
-) -> None:
-    monkeypatch.setattr(devices, "RENEW_S", 0)
-
-    async def main() -> None:
-        client, folder = FakeClient(renewals, takes), run_folder(tmp_path, "a")
-        monkeypatch.setattr(devices, "get_client", lambda: client)
-        async with claimed(experiment(tmp_path, 0), folder, lambda text: None):
-            await client.over.wait()
-            last = 2 if None in takes else 1
-            assert client.calls == ["take", *calls, f"renew {last}"]
-            assert recall(folder, SLOTS) == [str(LEASES[last - 1])]
-        assert client.calls[-1] == f"release {last}"
-        assert recall(folder, SLOTS) == []
-
-    asyncio.run(main())
-
-
-def test_a_run_whose_limits_were_deleted_meanwhile_ends_with_that_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "RENEW_S", 0)
-
-    async def main() -> None:
-        client = FakeClient([status(410)], [set()])
-        monkeypatch.setattr(devices, "get_client", lambda: client)
-        async with claimed(experiment(tmp_path, 0), run_folder(tmp_path, "a"), lambda text: None):
-            await asyncio.Event().wait()
-
-    with pytest.raises(RunError, match=f"limits {limit_name('cpu:0')} must exist, but were deleted: start again"):
-        asyncio.run(main())
 
 
 def test_a_run_without_devices_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

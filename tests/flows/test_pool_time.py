@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.accounts import SessionRow, StageRow, Wait
+from data.accounts import RUNNING, SessionRow, StageRow, Wait
 from flows.pool_time import (
     BUSY,
     CAUSES,
@@ -29,7 +29,7 @@ DATA = "data"
 
 
 def row(
-    node: str, pool: str, started: float, ended: float | None, *waits: Wait, iteration: int = 1, **changes: str
+    node: str, pool: str, started: float, ended: float, *waits: Wait, iteration: int = 1, **changes: str
 ) -> StageRow:
     kind = "publish" if node == "publish" else "working"
     return StageRow(iteration, node, **{"state": "completed", "kind": kind, **changes}, started=started, ended=ended,
@@ -184,8 +184,8 @@ def test_a_stage_that_was_cut_off_while_it_waited_says_what_its_pool_idled_for()
 
 def test_a_stage_that_is_under_way_counts_as_far_as_it_has_come() -> None:
     rows = [
-        row("rollout", "rollout", 2, None, Wait(POOL, 2, 3)),
-        row("reward", "cpu", 2, None, upstream(2, 9, "rollout")),
+        row("rollout", "rollout", 2, 9, Wait(POOL, 2, 3), state=RUNNING),
+        row("reward", "cpu", 2, 9, upstream(2, 9, "rollout"), state=RUNNING),
     ]
     assert cut(rows, "rollout", 0, 9) == [(0, 2, "other"), (2, 3, "pool"), (3, 9, "working")]
     assert cut(rows, "cpu", 0, 9) == [(0, 2, "other"), (2, 3, "pool"), (3, 9, DATA)]
@@ -225,11 +225,23 @@ def test_what_another_run_held_up_is_a_wait_for_the_pool_and_not_the_start() -> 
     }
 
 
+def test_a_run_killed_while_another_had_its_devices_has_waited_for_the_pool_until_the_kill() -> None:
+    """Twice: the claim's row was written last at 41, a moment before the kill; the second time nothing waited."""
+    sessions = [SessionRow(0, seen=41), SessionRow(100, seen=104), SessionRow(200, ready=206, ended=210)]
+    rows = [
+        row("claim", "", 2, 41, Wait(POOL, 2, 41), iteration=0, kind="starting", state="failed"),
+        row("restore", "train", 202, 205, iteration=0, kind="starting"),
+        row("update", "train", 206, 210),
+    ]
+    assert run_seconds(sessions, rows, ["train"]) == {"train": {"working": 4, "starting": 2 + 4 + 6, "pool": 39}}
+
+
 def test_a_killed_process_ends_with_the_last_that_is_known_of_it() -> None:
     assert session_ends(SESSIONS, RESUMED) == [20, 130]
     assert session_ends(SESSIONS[:1], RESUMED) == [127]
     assert session_ends(SESSIONS[:1], [], now=17) == [17]
     assert session_ends([SessionRow(5, ready=6, accounted=8), SessionRow(9)], []) == [8, 9]
+    assert session_ends([SessionRow(5, ready=6, seen=8), SessionRow(9, seen=12)], []) == [8, 12]
 
 
 def test_what_is_not_accounted_for_is_the_time_of_iterations_since_the_last_accounting() -> None:
@@ -265,9 +277,9 @@ def attempts(draw: st.DrawFn) -> StageRow:
     return StageRow(
         draw(st.integers(1, 2)),
         draw(st.sampled_from(NODES)),
-        draw(st.sampled_from(["completed", "failed"])),
+        draw(st.sampled_from(["completed", "failed", RUNNING])),
         moments[0],
-        draw(st.sampled_from([moments[-1], None])),
+        moments[-1],
         tuple(waits),
         draw(st.sampled_from(POOLS)),
         "rollout",
@@ -287,9 +299,9 @@ def test_the_seconds_of_a_pools_attempts_add_up_to_those_in_which_one_worked(row
         assert all(0 <= seconds[index] <= working_seconds(rows[index]) + 1e-9 for index in here)
 
 
-def at_work(row: StageRow, at: float, until: float) -> str:
+def at_work(row: StageRow, at: float) -> str:
     """What the attempt does at this moment, by looking at all its waits; empty: it is not there, or idle."""
-    if not row.started <= at < (until if row.ended is None else row.ended):
+    if not row.started <= at < row.ended:
         return ""
     causes = [wait.cause for wait in row.spans if wait.start <= at < wait.end]
     if causes:
@@ -317,11 +329,11 @@ def test_a_second_in_which_a_stage_of_the_pool_works_is_that_and_no_other_is(row
     for pool in POOLS:
         for span in partition(rows, pool, began, ended):
             for second in range(int(span.start), int(span.end)):
-                kinds = {at_work(row, second + 0.5, ended) for row in here[pool]} - {""}
+                kinds = {at_work(row, second + 0.5) for row in here[pool]} - {""}
                 if kinds:
                     assert span.cause == next(name for name in BUSY if name in kinds)
                 else:
                     assert span.cause not in ("publish", "working", "failed", "starting")
-                worked = any(at_work(row, second + 0.5, ended) not in ("", "hand-over") for row in rows)
+                worked = any(at_work(row, second + 0.5) not in ("", "hand-over") for row in rows)
                 assert span.cause != "other" or not worked
                 assert span.cause != "schedule" or worked or any("AwaitingRoom" in row.waits for row in rows)

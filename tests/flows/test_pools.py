@@ -67,14 +67,15 @@ class Claims:
     def __init__(self) -> None:
         self.leases, self.inside = Leases({"gpus": Pool(roles=["rollout", "train"])}), list[str]()
         self.ends: dict[str, asyncio.Event] = {}
+        self.clocks: dict[str, Clock] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
     async def ask(self, name: str, *, shared: bool = False, urgent: bool = False) -> list[str]:
         """What has the pool once the stage has asked for it."""
-        self.ends[name] = asyncio.Event()
+        self.ends[name], self.clocks[name] = asyncio.Event(), Clock()
 
         async def stage() -> None:
-            async with self.leases.take("gpus", name, Clock(), shared=shared, urgent=urgent):
+            async with self.leases.take("gpus", name, self.clocks[name], shared=shared, urgent=urgent):
                 self.inside.append(name)
                 await self.ends[name].wait()
                 self.inside.remove(name)
@@ -87,10 +88,39 @@ class Claims:
         self.ends[name].set()
         return await self._settled()
 
+    def said(self, name: str) -> str:
+        """What the stage is shown to wait for; empty: it does not."""
+        return self.clocks[name].message
+
     async def _settled(self) -> list[str]:
         for _ in range(10):  # more turns of the loop than a stage takes from one wait to the next
             await asyncio.sleep(0)
         return list(self.inside)
+
+
+def test_whoever_waits_says_who_has_the_pool_and_who_is_before_it_and_says_it_anew_when_that_changes() -> None:
+    async def main() -> None:
+        q = Claims()
+        await q.ask("rollout 1", shared=True)
+        await q.ask("rollout 2", shared=True)
+        await q.ask("evaluate")
+        assert q.said("evaluate") == "gpus: held by rollout 1, rollout 2"
+        await q.ask("reference")
+        assert q.said("reference") == "gpus: held by rollout 1, rollout 2; behind evaluate"
+        await q.ask("publish", urgent=True)
+        assert q.said("evaluate") == "gpus: held by rollout 1, rollout 2; behind publish"
+        assert q.said("reference") == "gpus: held by rollout 1, rollout 2; behind publish, evaluate"
+        await q.end("rollout 1")
+        assert q.said("publish") == "gpus: held by rollout 2"
+        await q.end("rollout 2")
+        assert q.said("publish") == ""
+        assert q.said("reference") == "gpus: held by publish; behind evaluate"
+        q.tasks[2].cancel()  # evaluate
+        await q.end("publish")
+        assert q.said("reference") == ""
+        assert [wait.cause for wait in q.clocks["reference"].spans] == [POOL]  # one wait, whatever it was called
+
+    asyncio.run(main())
 
 
 def test_shared_claims_hold_a_pool_together_and_an_exclusive_one_waits_for_all_of_them() -> None:

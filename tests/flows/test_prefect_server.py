@@ -25,6 +25,25 @@ def test_a_server_that_is_away_is_one_line_at_the_start_and_later() -> None:
         raise httpx.ConnectError("refused")
 
 
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (401, "set a key that it takes"),
+        (403, "set a key"),
+        (422, "is the server of the version"),
+        (500, "once it does"),
+    ],
+)
+def test_a_server_that_refuses_is_one_line_with_what_to_do(code: int, remedy: str) -> None:
+    request = httpx.Request("POST", "http://prefect/api/flows")
+    answer = httpx.Response(code, request=request, text="why")
+    with (
+        pytest.raises(RunError, match=rf"^the Prefect server refuses POST /api/flows: {code} [\w ]+ why; {remedy}"),
+        prefect_server._answering(URL),
+    ):
+        raise httpx.HTTPStatusError("no", request=request, response=answer)
+
+
 def test_a_server_that_was_started_again_is_asked_to_end_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel kills it when the thread that started it ends."""
     started = threading.Event()

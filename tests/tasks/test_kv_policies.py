@@ -151,6 +151,7 @@ def test_under_rebuild_a_partial_answer_is_continued_with_the_budget_that_is_lef
         assert (world.measured["rollout/aborted"], world.measured["rollout/retries"]) == (1, 1)
         # of prompt + 3 tokens sent again the cache still had the prompt
         assert world.measured["rollout/reprefilled_tokens"] == 3
+        assert world.discarded(out.table) == {"i000001-g000": 1}
         check_rollout(out.table, 2)
 
     play(tmp_path, model, body, settings=REBUILD)
@@ -187,6 +188,7 @@ def test_under_pin_an_aborted_answer_is_asked_for_again_whole(tmp_path: Path, mo
         assert [body["sampling_params"]["max_new_tokens"] for body in sent] == [8] * 2
         assert [len(ids) for ids in out.table["response_ids"].to_pylist()] == [4, 4]
         assert (world.measured["rollout/aborted"], world.measured["rollout/retries"]) == (1, 1)
+        assert world.discarded(out.table) == {"i000001-g000": 3}
 
     play(tmp_path, model, body)
 
@@ -492,7 +494,6 @@ def test_a_batch_that_lost_its_engines_is_generated_again_under_what_was_committ
     assert out.facts.policy_versions == {new.label: 8}
     assert out.table["policy_version"].to_pylist() == [new.number] * 2
     assert out.facts.metrics["rollout/lag_max"] == 0.0
-    assert out.facts.discarded_tokens == {"i000001-g000": 4}  # of the sample that was complete
 
 
 def test_a_pinned_batch_that_lost_its_engines_is_refused_where_its_version_is_no_longer_the_newest(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -396,9 +397,18 @@ def test_the_reasoning_gym_scorer_is_the_tasks_own() -> None:
 
 def run_stage(responses: list[str], functions: dict[str, RewardFunction]) -> Any:
     experiment = Experiment(reward=settings(functions=functions))
+    output = asyncio.run(staged(experiment, responses, Counter()))
+    assert output.table.schema.names == [c.name for c in reward.produces(experiment)]
+    assert all(output.table.schema.field(name) == column(name).field for name in output.table.column_names)
+    return output
+
+
+async def staged(experiment: Experiment, responses: list[str], calls: Counter[str]) -> Any:
+    """The stage's output; two responses are a group. `calls`: of reward functions, by group."""
     rows = pa.table(
         {
             "sample_id": [f"000001-000-{i:02d}" for i in range(len(responses))],
+            "group_id": [f"g{i // 2}" for i in range(len(responses))],
             "prompt_text": ["2+2?"] * len(responses),
             "response_text": responses,
             "answer": ["4"] * len(responses),
@@ -408,18 +418,19 @@ def run_stage(responses: list[str], functions: dict[str, RewardFunction]) -> Any
         }
     )
 
-    async def run() -> Any:
-        workers = RewardWorkers(experiment.reward)
-        context = SimpleNamespace(experiment=experiment, rewards=workers, progress=lambda done, total, unit: None)
-        try:
-            return await reward.run(Inputs({}, None, rows), context)
-        finally:
-            await workers.stop()
+    workers = RewardWorkers(experiment.reward)
 
-    output = asyncio.run(run())
-    assert output.table.schema.names == [c.name for c in reward.produces(experiment)]
-    assert all(output.table.schema.field(name) == column(name).field for name in output.table.column_names)
-    return output
+    def spend(cost: str, group: str, count: int) -> None:
+        assert cost == "reward_calls"
+        calls[group] += count
+
+    context: Any = SimpleNamespace(
+        experiment=experiment, rewards=workers, progress=lambda done, total, unit: None, spend=spend
+    )
+    try:
+        return await reward.run(Inputs({}, None, rows), context)
+    finally:
+        await workers.stop()
 
 
 def test_the_stage_writes_each_reward_and_their_weighted_sum() -> None:
@@ -452,6 +463,45 @@ def test_a_reward_that_failed_is_null_and_not_zero() -> None:
     metrics = output.facts.metrics
     assert (metrics["reward/mean"], metrics["reward/b/mean"]) == (1.0, 0.5)
     assert metrics["reward/failed_share"] == pytest.approx(2 / 3)
+
+
+TWO = {"a": RewardFunction(path=f"{BAD}:half"), "b": RewardFunction(path=f"{BAD}:act")}
+
+
+@pytest.mark.parametrize(
+    ("responses", "changes", "calls"),
+    [
+        (["good"] * 4, {}, {"g0": 4, "g1": 4}),  # two functions on four samples
+        (["good", "raises", "raises", "good"], {"max_failed_share": 0.25}, {"g0": 4, "g1": 2}),  # the last is spared
+        (["good", "nan", "good", "good"], {"on_failure": "fail"}, {"g0": 4}),
+        (["kills_the_guard"] * 12, {"functions": {"f": RewardFunction(path=f"{UNCONFINED}:act")}},
+         dict.fromkeys(("g0", "g1", "g2", "g3", "g4"), 2) | {"g5": 1}),  # the first, and one after each of 10 restarts
+    ],
+    ids=["all pass", "too many failed", "one failed", "the workers die"],
+)  # fmt: skip
+def test_every_call_counts_for_its_group_also_of_a_stage_that_fails(
+    responses: list[str], changes: dict[str, Any], calls: dict[str, int]
+) -> None:
+    experiment = Experiment(reward=settings(**{"functions": TWO, "workers": 1, **changes}))
+    found: Counter[str] = Counter()
+    with pytest.raises(StageError) if changes else contextlib.nullcontext():
+        asyncio.run(staged(experiment, responses, found))
+    assert found == calls
+
+
+def test_a_call_that_is_cancelled_has_been_made() -> None:
+    async def run() -> Counter[str]:
+        found: Counter[str] = Counter()
+        experiment = Experiment(reward=settings(functions=TWO, workers=1, timeout_s=600.0))
+        hanging = asyncio.create_task(staged(experiment, ["good", "hangs", "good"], found))
+        while found.total() < 4:
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        return found
+
+    assert asyncio.run(run()) == {"g0": 4}
 
 
 def test_a_weighted_sum_beyond_float_is_nonfinite() -> None:

@@ -58,6 +58,12 @@ class Play:
                 if asked.group == self.candidates[group] and not asked.answer.done():
                     asked.end(*(ids or (5,)))
 
+    def lose(self) -> None:
+        """The first engine is gone, with what is under way on it."""
+        engine = self.engines[0]
+        engine.alive = False
+        next(asked for asked in engine.asked if not asked.answer.done()).fail(Unavailable("gone"))
+
     async def judge(self, group: int, reason: str) -> Group:
         """End the group, and judge it."""
         self.end(group)
@@ -81,6 +87,7 @@ def play(
     sampling: GroupSampling = FILTER,
     needed: int = 2,
     engines: int = 1,
+    restartable: bool = False,
     **options: Any,
 ) -> None:
     async def run() -> None:
@@ -90,7 +97,8 @@ def play(
             folder, model, puppets, rollout=settings, sampling=sampling, prompts=Prompts(per_iteration=needed)
         )
         source = PromptSource("made", [(f"w{i}", "", "{}") for i in range(100)], "d", held_out=0, shuffle=False, seed=0)
-        world.context = world.with_context(prompts=source)
+        ways: dict[str, Any] = dict.fromkeys((puppet.name for puppet in puppets), None) if restartable else {}
+        world.context = world.with_context(prompts=source, engines=Fleet(puppets, ways))
         await world.publish(world.context.policy)
         playing = Play(world, puppets, sampling, needed)
         try:
@@ -209,9 +217,22 @@ def test_a_group_that_is_generated_again_comes_again_and_its_first_verdict_does_
         p.stream.judge(new, "")
         out = await p.ended()
         assert out.table["response_ids"].to_pylist() == [[6], [6], [5], [5]]
-        assert out.facts.discarded_tokens == {p.candidates[0]: 2}
+        assert p.world.discarded(out.table) == {p.candidates[0]: 2}
 
     play(tmp_path, model, body, engines=2)
+
+
+def test_tokens_of_a_rollout_that_fails_are_known(tmp_path: Path, model: Path) -> None:
+    async def body(p: Play) -> None:
+        await p.asks(0, 1)
+        p.end(0, 9, 9, 9)
+        await p.asks(1)
+        p.lose()
+        with pytest.raises(StageError, match="left are none"):
+            await p.rolling
+        assert p.world.spent == {("response_tokens", p.candidates[0]): 6}
+
+    play(tmp_path, model, body, sampling=GroupSampling())
 
 
 def engines_come_back(p: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +269,7 @@ def test_all_that_a_batch_had_generated_before_it_lost_its_engines_counts_as_thr
         assert out.facts.policy_versions == {p.world.context.policy.label: 4}  # a token each
         assert kept(out) == p.candidates[:2]
         # 2 x 3 of the first group; the third is not even sent this time
-        assert out.facts.discarded_tokens == {p.candidates[0]: 6, p.candidates[1]: 2, p.candidates[2]: 4}
-        assert p.world.measured["rollout/discarded_tokens"] == 12
+        assert p.world.discarded(out.table) == {p.candidates[0]: 6, p.candidates[1]: 2, p.candidates[2]: 4}
 
     play(tmp_path, model, body)
 
@@ -273,7 +293,7 @@ def test_a_partial_answer_that_was_to_be_gone_on_with_counts_too(
         p.end(0)
         out = await p.ended()
         assert out.table["response_ids"].to_pylist() == [[5], [5]]
-        assert out.facts.discarded_tokens == {p.candidates[0]: 5}  # 2 of the second member, 3 of the first
+        assert p.world.discarded(out.table) == {p.candidates[0]: 6}  # 2 of the second member, 4 of the first
 
     play(tmp_path, model, body, sampling=GroupSampling(), needed=1, engines=engines, kv_policy="rebuild")
 
@@ -291,7 +311,7 @@ def test_in_order_finishes_all_and_keeps_the_first(tmp_path: Path, model: Path) 
         out = await p.ended()
         assert kept(out) == p.candidates[:2]
         assert out.facts.dropped == {p.candidates[2]: "surplus"}
-        assert out.facts.discarded_tokens == {p.candidates[2]: 2}
+        assert p.world.discarded(out.table) == {p.candidates[2]: 2}
         assert out.facts.dropped_lengths == {p.candidates[2]: {"stop": [1, 1]}}
         assert p.engines[0].aborted == []
 
@@ -308,7 +328,7 @@ def test_fastest_stops_with_the_first_that_are_complete_and_aborts_the_others(tm
         out = await p.ended()
         assert kept(out) == p.candidates[1:3]
         assert out.facts.dropped == {p.candidates[0]: "oversampled"}
-        assert out.facts.discarded_tokens == {p.candidates[0]: 5}
+        assert p.world.discarded(out.table) == {p.candidates[0]: 5}
         assert out.facts.dropped_lengths == {p.candidates[0]: {"stop": [2]}}  # of the other member it is not known
         assert [rid[:16] for rid in p.engines[0].aborted] == [f"{p.candidates[0]}-s01"]
         assert p.world.measured["rollout/aborted"] == 0  # the engine cut nothing off by itself
@@ -382,7 +402,7 @@ def test_its_group_is_dropped_where_that_is_declared_or_it_has_no_token_yet(
         out = await p.ended()
         assert kept(out) == [p.candidates[1]]
         assert out.facts.dropped == {p.candidates[0]: "deadline"}
-        assert out.facts.discarded_tokens == ({p.candidates[0]: 2} if partial else {})
+        assert p.world.discarded(out.table) == ({p.candidates[0]: 2} if partial else {})
 
     play(tmp_path, model, body, sampling=GroupSampling(), sample_deadline_s=5.0, on_deadline=on_deadline)
 

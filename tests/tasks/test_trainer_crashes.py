@@ -117,6 +117,7 @@ class Life:
             experiment=self.experiment, run_dir=self.folder, store=self.store, ledger=self.ledger, prompts=unused,
             engines=unused, trainer=self.trainer, rewards=unused, config_digest="digest", iteration=iteration,
             node="update", policy=policy, progress=lambda *step: None, measure=lambda name, value: None,
+            spend=lambda cost, group, count: None,
         )  # fmt: skip
 
 
