@@ -5,6 +5,7 @@ import sys
 
 NAMES = [
     "simulate",
+    "planner",
     "handoff",
     "orchestration",
     "schedules",

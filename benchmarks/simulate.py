@@ -15,8 +15,9 @@ from dataclasses import replace
 from conf.load import load
 from conf.schema import Schedule
 from flows.forecast import Costs, Forecast, recommend, schedule_text
-from flows.simulate import Step, simulate
+from flows.simulate import simulate
 from flows.stage_times import Constant, LogNormal, generator
+from flows.steps import Step
 
 LAG = 4
 TIMES = {  # seconds on one device, of the README's run

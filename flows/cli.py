@@ -187,8 +187,9 @@ def _plan(args: argparse.Namespace) -> None:
 def _simulate(args: argparse.Namespace, console: "Console") -> None:
     from conf.load import load
     from flows.forecast import costs_of
+    from flows.past_run import read_run
     from flows.plan import print_simulation
-    from flows.stage_times import parse_time, read_run
+    from flows.stage_times import parse_time
 
     if args.hand_over is not None and not 0 <= args.hand_over < math.inf:
         raise ConfigError(f"--hand-over must be seconds >= 0, got {args.hand_over}")

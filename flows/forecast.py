@@ -1,8 +1,8 @@
 """What an experiment would take on its pools under a schedule, and what would be faster on as many devices."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
@@ -10,9 +10,10 @@ from conf.errors import ConfigError
 from conf.pools import devices_used
 from conf.schema import Experiment, Schedule
 from flows.graph import CHECKPOINT, Graph, load_graph
-from flows.schedule import follows, rollouts
-from flows.simulate import FULL_QUEUE, HAND_OVER, NOTHING_LEFT, Simulated, Step, lower_bound, simulate
-from flows.stage_times import OUTSIDE, Constant, Distribution, PastRun, Time, generator, longest
+from flows.past_run import PastRun
+from flows.simulate import FULL_QUEUE, HAND_OVER, NOTHING_LEFT, OUTSIDE, Simulated, lower_bound, simulate
+from flows.stage_times import Constant, Distribution, Recorded, Time, generator, longest
+from flows.steps import Step, Took, steps_of
 
 COMPARED = 200  # iterations at most of each alternative
 SPLITS = 9  # divisions of the devices at most
@@ -24,12 +25,13 @@ SAME = 1.05  # a smaller gain is no reason for another layout or for more lag
 class Costs:
     """What a stage takes, and on how many devices it took that."""
 
-    times: Mapping[str, Time]  # node, `checkpoint` or OUTSIDE -> seconds of one iteration; the others take none
+    times: Mapping[str, Time]  # node or `checkpoint` -> of an iteration; the others take none
     rollout_devices: int
     train_devices: int
     samples: float  # trained in an iteration
     tail: Distribution | None = None  # seconds of one response: a batch takes no less than its longest
     hand_over: float = 0.0  # seconds in which a pool changes from one role to the other
+    outside: float = 0.0  # seconds of a run before its first stage and after its last one
 
 
 @dataclass(frozen=True)
@@ -96,20 +98,12 @@ class Forecast:
         self.declared = _declared(self.graph, experiment)
 
     def case(self, layout: Layout, schedule: Schedule, iterations: int) -> Case:
-        steps = list(self._steps(layout, replace(self.experiment, iterations=iterations, schedule=schedule)))
-        durations = {step.name: self._durations(step, layout, iterations) for step in steps}
-        shared = {step.pool for step in steps} - layout.devices.keys()
-        groups, rollout = self.experiment.prompts.per_iteration, self.experiment.rollout
-        issued = self.experiment.sampling.candidates(groups)
-        result = simulate(
-            steps, durations, iterations, schedule,
-            shared=shared, groups=groups, issued=issued,
-            tokens=issued * rollout.samples_per_prompt * rollout.max_new_tokens, hand_over=self.costs.hand_over,
-        )  # fmt: skip
-        bound, why = lower_bound(steps, durations, iterations, schedule, shared=shared)
-        outside = self._outside(iterations)
+        result, bound, why = self._simulated(layout, schedule, iterations)
+        outside = self.costs.outside
         pools = {
-            name: replace(time, idle={**time.idle, **({OUTSIDE: outside} if outside else {})})
+            name: replace(
+                time, idle={**time.idle, **({OUTSIDE: time.idle.get(OUTSIDE, 0.0) + outside} if outside else {})}
+            )
             for name, time in result.pools.items()
         }
         result = replace(result, makespan=result.makespan + outside, pools=pools)
@@ -120,6 +114,42 @@ class Forecast:
             (bound + outside, why),
             self.costs.samples * iterations / max(result.makespan, 1e-9),
         )
+
+    def _simulated(
+        self,
+        layout: Layout,
+        schedule: Schedule,
+        iterations: int,
+        stretches: Mapping[tuple[int, str], int] = MappingProxyType({}),
+    ) -> tuple[Simulated, float, str]:
+        experiment = replace(self.experiment, iterations=iterations, schedule=schedule)
+        checkpoints = CHECKPOINT in self.costs.times
+        steps = list(steps_of(self.graph, experiment, checkpoints=checkpoints, pools=layout.pools))
+        times = {step.name: self._times(step, steps, layout, iterations) for step in steps}
+        shared = {step.pool for step in steps} - layout.devices.keys()
+        groups, rollout = self.experiment.prompts.per_iteration, self.experiment.rollout
+        issued = self.experiment.sampling.candidates(groups)
+        result = simulate(
+            steps, times, iterations, schedule,
+            shared=shared, groups=groups, issued=issued,
+            tokens=issued * rollout.samples_per_prompt * rollout.max_new_tokens,
+            hand_over=self.costs.hand_over, stretches=stretches,
+        )  # fmt: skip
+        return result, *lower_bound(steps, times, iterations, schedule, shared=shared)
+
+    def beyond(self, past: PastRun) -> float:
+        """Seconds of the makespan of the run whose settings these are that its finished iterations did not need.
+
+        Those of its stops, with the work done again and the overlap lost, and of what it had begun beside them.
+        """
+        if (went := past.as_it_went) is None:
+            return 0.0
+        costs = replace(self.costs, times={**self.costs.times, **went.times})
+        schedule, count = self.experiment.schedule, past.iterations
+        whole, _, _ = self._simulated(self.declared, schedule, count)
+        real, _, _ = Forecast(self.experiment, costs)._simulated(self.declared, schedule, went.batches, went.stretches)
+        ended = max(slot.end for slot in real.slots if slot.batch <= count)
+        return ended + went.idle - whole.makespan - self.costs.outside
 
     def alternatives(self, schedule: Schedule) -> list[Case]:
         """The best layout of as many devices for each schedule; first what is declared, over as many iterations."""
@@ -132,52 +162,37 @@ class Forecast:
             cases.append(max((self.case(layout, other, iterations) for layout in layouts), key=_speed))  # noqa: PERF401
         return cases
 
-    def _outside(self, iterations: int) -> float:
-        """Seconds in which no stage works: they add to those of the stages, whatever overlaps."""
-        time = self.costs.times.get(OUTSIDE, Constant(0.0))
-        return float(time.draw(generator(self.experiment.seed, OUTSIDE), iterations).sum())
-
-    def _steps(self, layout: Layout, experiment: Experiment) -> Iterator[Step]:
-        """As the executor runs the experiment's graph under its schedule."""
-        rolling = rollouts(self.graph)[:1]
-        update = self.graph.of_stage("update")[0]
-        checkpoints = CHECKPOINT in self.costs.times
-        for node in self.graph:
-            does = "rollout" if node in rolling else node.stage.name
-            before = [
-                *follows(self.graph, node, self.experiment),
-                *([CHECKPOINT] if checkpoints and node is update else []),
-            ]
-            yield Step(
-                node.name,
-                node.needs,
-                layout.pools.get(node.name, node.pool),
-                does if does in ("rollout", "update", "publish") else "",  # type: ignore[arg-type]
-                node.stage.role if node.stage.role != "cpu" else "",
-                partial(node.stage.every, experiment),
-                tuple(before),
-            )
-        if checkpoints:
-            every = experiment.update.checkpoint_every
-            needs = [update.name] if experiment.schedule.ahead else [node.name for node in self.graph]
-            pool = layout.pools.get(update.name, update.pool)
-            yield Step(CHECKPOINT, tuple(needs), pool, "", "train", lambda k: k % every == 0, closing=True)
-
-    def _durations(self, step: Step, layout: Layout, iterations: int) -> list[float]:
-        """Seconds of the step in each iteration, on the layout's devices; 0 where it does not run."""
+    def _times(self, step: Step, steps: Sequence[Step], layout: Layout, iterations: int) -> list[Took]:
+        """What the step takes in each iteration, on the layout's devices; nothing where it does not run."""
         time = self.costs.times.get(step.name, Constant(0.0))
-        due = np.array([step.due(batch) for batch in range(1, iterations + 1)], bool)
-        seconds = np.zeros(iterations)
-        seconds[due] = time.draw(generator(self.experiment.seed, step.name), int(due.sum()))
+        due = [step.due(batch) for batch in range(1, iterations + 1)]
+        drawn = iter(_drawn(time, generator(self.experiment.seed, step.name), sum(due)))
+        took = [next(drawn) if runs else Took(0.0) for runs in due]
+        rollout = self.costs.rollout_devices / layout.rollout_devices
+        own = self.costs.train_devices / layout.train_devices if step.role == "train" else 1.0
         if step.role == "rollout" and step.does != "publish":
-            seconds *= self.costs.rollout_devices / layout.rollout_devices
-        elif step.role == "train":
-            seconds *= self.costs.train_devices / layout.train_devices
+            own = rollout
+        beside = step.pool not in {other.pool for other in steps if other.does == "rollout"}
+        took = [_scaled(one, own, rollout, beside=beside) for one in took]
         if step.does == "rollout" and self.costs.tail is not None:
             samples = self.experiment.prompts.per_iteration * self.experiment.rollout.samples_per_prompt
             rng = generator(self.experiment.seed, "tail")
-            seconds = np.maximum(seconds, longest(self.costs.tail, samples, rng, iterations))
-        return seconds.tolist()
+            least = longest(self.costs.tail, samples, rng, iterations).tolist()
+            took = [replace(one, work=max(one.work, seconds)) for one, seconds in zip(took, least, strict=True)]
+        return took
+
+
+def _drawn(time: Time, rng: np.random.Generator, count: int) -> list[Took]:
+    if isinstance(time, Recorded):
+        return time.first(count)
+    return [Took(seconds) for seconds in time.draw(rng, count).tolist()]
+
+
+def _scaled(took: Took, own: float, rollout: float, *, beside: bool) -> Took:
+    """The same on other devices; what was early comes with the rest where the rollout has the pool."""
+    early = tuple((rollout * since, own * seconds) for since, seconds in took.early)
+    late = 0.0 if beside else sum(seconds for _, seconds in early)
+    return replace(took, work=own * took.work + late, early=early if beside else (), tail=own * took.tail)
 
 
 def _speed(case: Case) -> float:
@@ -314,4 +329,5 @@ def costs_of(
         past.trained if past else _samples(experiment),
         tail,
         (past.hand_over if past else 0.0) if hand_over is None else hand_over,
+        past.outside if past else 0.0,
     )

@@ -13,11 +13,13 @@ from conf.errors import ConfigError
 from conf.load import Loaded
 from conf.pools import co_located, pool_devices
 from conf.schema import Experiment
-from flows.forecast import COMPARED, Case, Costs, Forecast, recommend, schedule_text, waits
+from flows.forecast import COMPARED, Case, Costs, Forecast, costs_of, recommend, schedule_text, waits
 from flows.graph import CHECKPOINT, Graph
+from flows.past_run import PastRun
 from flows.preflight import preflight, warnings
+from flows.schedule import rollouts
 from flows.simulate import HAND_OVER
-from flows.stage_times import OUTSIDE, PastRun
+from flows.stage_times import Recorded
 
 
 def print_plan(loaded: Loaded, console: Console) -> None:
@@ -156,7 +158,7 @@ def print_simulation(loaded: Loaded, costs: Costs, console: Console, *, past: Pa
 
 
 def _require_times(graph: Graph, costs: Costs) -> None:
-    known = [*(node.name for node in graph), CHECKPOINT, OUTSIDE]
+    known = [*(node.name for node in graph), CHECKPOINT]
     for name in costs.times:
         if name not in known:
             raise ConfigError(f"--time must name a node of the graph ({', '.join(known)}), got {name!r}")
@@ -168,13 +170,24 @@ def _require_times(graph: Graph, costs: Costs) -> None:
         )
 
 
+def _beyond(past: PastRun) -> float:
+    experiment = replace(past.experiment, iterations=past.iterations)
+    return Forecast(experiment, costs_of(experiment, past, {}, None, None)).beyond(past)
+
+
+def _recorded(past: PastRun, makespan: float, iterations: int) -> str:
+    beyond = _beyond(past)
+    text = f"; recorded {past.makespan:,.1f} s"
+    if past.as_it_went:
+        text += f", {beyond:,.1f} s of it for stops and iterations not finished"
+    if past.iterations != iterations:
+        return f"{text}, for {past.iterations} iterations"
+    return f"{text} ({makespan / (past.makespan - beyond) - 1:+.1%})"
+
+
 def _facts(case: Case, past: PastRun | None, iterations: int) -> Iterator[tuple[str, str]]:
     result, total = case.result, case.layout.total
-    recorded = ""
-    if past is not None and past.iterations == iterations:
-        recorded = f"; recorded {past.makespan:,.1f} s ({result.makespan / past.makespan - 1:+.1%})"
-    elif past is not None:
-        recorded = f"; recorded {past.makespan:,.1f} s for {past.iterations} iterations"
+    recorded = _recorded(past, result.makespan, iterations) if past else ""
     yield "makespan", f"{result.makespan:,.1f} s{recorded}"
     yield "not below", f"{case.bound[0]:,.1f} s, {case.bound[1]}"
     each = case.samples_per_s / total
@@ -234,13 +247,14 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
         yield "no long tail (--tail); with one, more engines help a rollout less"
     if not costs.hand_over:
         yield "co-located pools hand over in no time (--hand-over)"
-    if OUTSIDE in costs.times:
-        yield "what is spent outside stages is the same under every schedule"
-    if forecast.experiment.schedule.ahead:
+    schedule = forecast.experiment.schedule
+    times = [time for node in rollouts(graph) if isinstance(time := costs.times.get(node.name), Recorded)]
+    recorded = [took for time in times for took in time.took]
+    if any(took.tail for took in recorded):
+        yield "rollouts that ran beside each other take as long alone"
+    elif schedule.ahead:
         yield "a rollout begins when the one before has ended; a run begins it in that one's tail already"
-    if forecast.experiment.rollout.kv_policy != "pin":
-        yield "a publish waits for the rollout under way, as under rollout.kv_policy pin"
-    if forecast.experiment.schedule.queue_tokens:
+    if schedule.queue_tokens and (not recorded or any(took.tokens is None for took in recorded)):
         yield "each response takes rollout.max_new_tokens of schedule.queue_tokens, also once it is generated"
     if forecast.experiment.model.device == "cpu":
         yield "each pool has cores of its own; where they share them, overlap gains less"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from conf.pools import co_located
-from conf.schema import Experiment
+from conf.schema import Experiment, Schedule
 from data.issued import PROMPTS
 from data.manifest import Manifest
 from data.refs import DatasetRef, Ref
@@ -47,6 +47,20 @@ def follows(graph: Graph, node: GraphNode, experiment: Experiment) -> list[str]:
         refills = experiment.sampling.refills  # then the rollout decides how many of them it sends
         return [PROMPTS, *(other.name for other in rollouts(graph) if refills)]
     return [node.name] if node.stage.name == "update" else []
+
+
+def shares(experiment: Experiment, node: GraphNode) -> bool:
+    """Whether the stage may be on its pool beside others that may: one rollout in the tail of another.
+
+    Under rebuild and keep also a publish: there it need not wait until the engines are drained.
+    """
+    crossing = experiment.rollout.kv_policy != "pin"
+    return node.stage.name == "rollout" or (node.stage.name == "publish" and crossing)
+
+
+def fresh_enough(schedule: Schedule, number: int) -> int:
+    """The iteration without whose publish the iteration's batch might be too old when it is trained; < 1: none."""
+    return math.ceil((number - 1 - schedule.lag_limit) / schedule.publish_every) * schedule.publish_every
 
 
 @dataclass
@@ -124,10 +138,7 @@ class Window:
             yield Gate(UPSTREAM, f"checkpoint of iteration {number - 1}", before.checkpoint)
 
     def _fresh(self, number: int) -> Iterator[Gate]:
-        """The publish without which the batch might be too old when it is trained."""
-        schedule = self.experiment.schedule
-        every = schedule.publish_every
-        needed = math.ceil((number - 1 - schedule.lag_limit) / every) * every
+        needed = fresh_enough(self.experiment.schedule, number)
         if (opened := self.iterations.get(needed)) and self.publish in opened.stages:
             yield Gate(WEIGHTS, f"{self.publish} of iteration {needed}", opened.stages[self.publish])
 

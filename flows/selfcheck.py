@@ -28,7 +28,8 @@ from conf.schema import Schedule
 from data.store import Facts
 from data.versions import check_lag
 from flows.lab import PROBE_IDS, SAMPLES, Lab, table_of
-from flows.simulate import Slot, Step, simulate
+from flows.simulate import simulate
+from flows.steps import Slot, Step
 from tasks import losses
 from tasks.advantage import advantage
 from tasks.engines.client import Generation, Sampling

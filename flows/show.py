@@ -9,7 +9,7 @@ from rich.table import Table
 
 from conf.errors import RunError
 from conf.load import load_experiment
-from data.accounts import StageRow
+from data.accounts import SessionRow, StageRow
 from data.ledger import Ledger
 from data.metrics import aggregate
 from flows.display import LineTable
@@ -27,6 +27,7 @@ class Report:
     state: str
     history: Mapping[int, Mapping[str, float]]
     stages: list[StageRow]
+    sessions: list[SessionRow]
     roles: Sequence[tuple[str, str]]  # (node, role of its stage)
     groups: Mapping[str, int]
     iterations: int
@@ -59,7 +60,7 @@ def read_report(run: str) -> Report:
     roles = [(node.name, node.stage.role) for node in graph]
     pools = run_seconds(sessions, stages, dict.fromkeys(node.pool for node in graph))
     finished = {n: values for n, values in history.items() if "time/iteration" in values}
-    return Report(folder, info.state, finished, stages, roles, groups, experiment.iterations, pools)
+    return Report(folder, info.state, finished, stages, sessions, roles, groups, experiment.iterations, pools)
 
 
 def print_table(report: Report, console: Console) -> None:

@@ -2,8 +2,8 @@
 
 The rules are the executor's (flows/schedule.py, flows/rollout_queue.py, flows/pools.py). A stage starts when its inputs
 are there, what it follows on in the batch before has ended, and its pool is free; a pool serves one stage at a time,
-first come, first served, but a publish before the others. Engines of a pool are alike, so a batch is one event however
-many there are; its time is given for all of them together.
+first come, first served, but a publish before the others, and together those that share it. Engines of a pool are
+alike, so a batch is one event however many there are; its time is given for all of them together.
 
 *Lag* is the number of updates between the weights a group was generated with and those it trains. The newest
 *committed* version is never ahead of the trainer's, so the lag that the ledger measures is never more.
@@ -12,57 +12,19 @@ many there are; its time is given for all of them together.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Literal
+from types import MappingProxyType
 
 import simpy
 
 from conf.schema import Schedule
+from flows.steps import Slot, Step, Took, due, publishes
 
-FULL_QUEUE, HAND_OVER, NOTHING_LEFT = "full queue", "hand-over", "nothing left"  # causes that are no stage's name
-
-
-def every_batch(batch: int) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Step:
-    """A node of the graph, as far as time is concerned. Steps come in topological order."""
-
-    name: str
-    needs: tuple[str, ...]
-    pool: str
-    does: Literal["", "rollout", "update", "publish"] = ""  # rollout: reads the policy; at most one step of each
-    role: Literal["", "rollout", "train"] = ""  # a pool hands over between the two; "": either will do
-    due: Callable[[int], bool] = every_batch  # the batches in which it runs, counted from 1
-    follows: tuple[str, ...] = ()  # steps of the batch before that end first; an update's is always the update
-    closing: bool = False  # it needs those of `needs` that run in the batch; other steps do not run without all of them
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A stage of a batch, in the unit of the durations."""
-
-    batch: int
-    step: Step
-    ready: float = -1.0  # everything it needs is there, but for its pool
-    start: float = -1.0
-    end: float = -1.0
-    hand_over: float = 0.0  # just before `start`: its pool changed from another role
-    by: "Slot | None" = None  # what made it ready
-    link: Literal["end", "start", "queue"] = "end"  # of `by`; queue: it took a batch out of the full queue
-    missing: int = 0
-
-    @property
-    def node(self) -> str:
-        return self.step.name
-
-    @property
-    def pool(self) -> str:
-        return self.step.pool
+# Causes that are no stage's name. Outside stages: orchestration, accounting.
+FULL_QUEUE, HAND_OVER, NOTHING_LEFT, OUTSIDE = "full queue", "hand-over", "nothing left", "outside stages"
 
 
 @dataclass(frozen=True)
@@ -71,7 +33,7 @@ class PoolTime:
 
     working: float
     hand_over: float
-    idle: Mapping[str, float]  # cause: the stage waited for, or one of FULL_QUEUE, HAND_OVER, NOTHING_LEFT
+    idle: Mapping[str, float]  # cause: the stage waited for, or what is none
 
 
 @dataclass(frozen=True)
@@ -84,9 +46,12 @@ class Simulated:
     queue_max: int
 
 
+Times = Mapping[str, Sequence[Took | float]]  # step -> of each batch; a number is work and nothing else, >= 0
+
+
 def simulate(
     steps: Sequence[Step],
-    durations: Mapping[str, Sequence[float]],
+    times: Times,
     batches: int,
     schedule: Schedule,
     *,
@@ -95,54 +60,55 @@ def simulate(
     issued: int = 0,
     tokens: int = 0,
     hand_over: float = 0.0,
+    stretches: Mapping[tuple[int, str], int] = MappingProxyType({}),
 ) -> Simulated:
     """Run `batches` batches of `groups` groups through the steps.
 
-    durations: step -> time of each batch, >= 0. shared: pools that serve any number of stages at a time.
+    shared: pools that serve any number of stages at a time.
     issued: groups for which a rollout reserves room in the queue until it has ended; 0: `groups`.
     tokens: response tokens of a batch in the queue, at most.
     hand_over: time a pool takes to change from one role to another.
+    stretches: (batch, step) -> number; a stretch begins when nothing goes on in the one before: the run stopped there.
     """
     room = _Room(schedule, groups, issued or groups, tokens)
-    return _Simulation(steps, durations, batches, schedule, shared, groups, room, hand_over).run()
+    return _Simulation(steps, _whole(times), batches, schedule, shared, groups, room, hand_over, stretches).run()
+
+
+def _whole(times: Times) -> dict[str, list[Took]]:
+    return {name: [one if isinstance(one, Took) else Took(one) for one in row] for name, row in times.items()}
 
 
 def lower_bound(
     steps: Sequence[Step],
-    durations: Mapping[str, Sequence[float]],
+    times: Times,
     batches: int,
     schedule: Schedule,
     *,
     shared: Collection[str] = (),
 ) -> tuple[float, str]:
     """(time that no order of the stages can beat on these pools, why): a pool's work, or a batch's longest path."""
+    took = _whole(times)
     work: dict[str, float] = {}
     longest = 0.0
     for batch in range(1, batches + 1):
         ends: dict[str, float] = {}
-        for step in _due(steps, batch, batches, schedule):
-            ends[step.name] = (
-                max([ends[n] for n in step.needs if n in ends], default=0.0) + durations[step.name][batch - 1]
-            )
+        for step in due(steps, batch, batches, schedule):
+            own = took[step.name][batch - 1]
+            ends[step.name] = max([ends[n] for n in step.needs if n in ends], default=0.0) + own.work
             if step.pool not in shared:
-                work[step.pool] = work.get(step.pool, 0.0) + durations[step.name][batch - 1]
+                early = sum(seconds for _, seconds in own.early)
+                work[step.pool] = work.get(step.pool, 0.0) + early + _alone(step, own, schedule)
         longest = max([longest, *ends.values()])
     bounds = [(time, f"the work of pool {pool}") for pool, time in work.items()]
     return max([(longest, "the longest way through one batch"), *bounds])
 
 
-def _publishes(batch: int, batches: int, schedule: Schedule) -> bool:
-    return batch % schedule.publish_every == 0 or batch == batches
-
-
-def _due(steps: Sequence[Step], batch: int, batches: int, schedule: Schedule) -> list[Step]:
-    """The steps that run in a batch: without those that skip it and whatever needs them."""
-    found: dict[str, Step] = {}
-    for step in steps:
-        skips = step.does == "publish" and not _publishes(batch, batches, schedule)
-        if not skips and step.due(batch) and (step.closing or all(need in found for need in step.needs)):
-            found[step.name] = step
-    return list(found.values())
+def _alone(step: Step, took: Took, schedule: Schedule) -> float:
+    """What it works at its pool without the others that share it, at least."""
+    if not step.shares:
+        return took.work
+    tail = took.tail if schedule.ahead else 0.0
+    return max(0.0, took.work - tail) if step.does == "rollout" else 0.0
 
 
 class _Room:
@@ -152,18 +118,20 @@ class _Room:
         self.groups, self.issued, self.tokens = groups, issued, tokens
         self.limit_groups = schedule.queue_groups or schedule.most_groups(issued)
         self.limit_tokens = schedule.queue_tokens or math.inf
-        self.held: dict[int, int] = {}  # batch -> groups
+        self.held: dict[int, tuple[int, int]] = {}  # batch -> groups, tokens
 
     def reserve(self, batch: int) -> bool:
         """Whether the batch got in."""
-        groups, tokens = sum(self.held.values()) + self.issued, (len(self.held) + 1) * self.tokens
+        groups, tokens = self.issued, self.tokens
+        for held in self.held.values():
+            groups, tokens = groups + held[0], tokens + held[1]
         if self.held and (groups > self.limit_groups or tokens > self.limit_tokens):
             return False
-        self.held[batch] = self.issued
+        self.held[batch] = self.issued, self.tokens
         return True
 
-    def generated(self, batch: int) -> None:
-        self.held[batch] = self.groups
+    def generated(self, batch: int, tokens: int | None) -> None:
+        self.held[batch] = self.groups, self.tokens if tokens is None else tokens
 
     def take(self, batch: int) -> None:
         self.held.pop(batch)
@@ -173,7 +141,8 @@ class _Room:
 class _Pool:
     name: str
     waiting: list[tuple[bool, int, Slot]] = field(default_factory=list)  # heap: a publish, then by their coming
-    asleep: simpy.Event | None = None
+    holding: list[Slot] = field(default_factory=list)
+    looking: bool = False  # for whom to serve next, at the end of this moment
     role: str = ""  # it is ready for
     served: list[Slot] = field(default_factory=list)
 
@@ -182,41 +151,50 @@ class _Simulation:
     def __init__(
         self,
         steps: Sequence[Step],
-        durations: Mapping[str, Sequence[float]],
+        took: Mapping[str, Sequence[Took]],
         batches: int,
         schedule: Schedule,
         shared: Collection[str],
         groups: int,
         room: _Room,
         hand_over: float,
+        stretches: Mapping[tuple[int, str], int],
     ) -> None:
-        self.steps, self.durations, self.batches, self.schedule = steps, durations, batches, schedule
+        self.steps, self.took, self.batches, self.schedule = steps, took, batches, schedule
         self.groups, self.room, self.hand_over = groups, room, hand_over
         self.env = simpy.Environment()
         self.coming = count()
-        self.dependents = {step.name: [s.name for s in steps if step.name in s.needs] for step in steps}
+        self.needs = {step.name: {*step.needs, *([step.after] if step.after else [])} for step in steps}
+        self.dependents = {step.name: [s.name for s in steps if step.name in self.needs[s.name]] for step in steps}
         self.follows = {step.name: {*step.follows, *([step.name] * (step.does == "update"))} for step in steps}
         self.followers = {step.name: [s.name for s in steps if step.name in self.follows[s.name]] for step in steps}
         self.pools = {step.pool: _Pool(step.pool) for step in steps if step.pool not in shared}
         self.does = {step.does for step in steps}
+        self.opens = (
+            "rollout" if schedule.ahead and "rollout" in self.does else "update"
+        )  # the next batch, by its start
         self.slots: list[Slot] = []
         self.open: dict[int, dict[str, Slot]] = {}  # batch -> its slots by step, until all have ended
         self.unfinished: dict[int, int] = {}  # batch -> stages
         self.committed = 0  # the update whose weights the engines have
-        self.rolled = 0  # the last rollout that ended
+        self.rolled = 0  # the last rollout that has ended, or come to its tail
         self.versions: dict[int, int] = {}  # batch -> version that generated it
         self.lag: Counter[int] = Counter()
         self.held: Slot | None = None  # a rollout that waits for the one before it, for weights or for room
         self.depth = self.depth_max = 0
         self.depth_time = self.depth_since = 0.0
+        self.stretches, self.stretch = stretches, 0
+        self.stopped: list[Slot] = []  # ready, but of a stretch that has not begun
 
     def run(self) -> Simulated:
-        for pool in self.pools.values():
-            self.env.process(self._serve(pool))
-        one_by_one = not self.schedule.ahead or "rollout" in self.does
-        for batch in range(1, 1 + (min(1, self.batches) if one_by_one else self.batches)):
-            self._open(batch, None)
+        self._open(1, None)
         self.env.run()
+        while self.stopped:
+            self.stretch += 1
+            stopped, self.stopped = self.stopped, []
+            for slot in stopped:
+                self._dispatch(slot)
+            self.env.run()
         assert not self.unfinished, f"batches {list(self.unfinished)} never ended"
         makespan = max((slot.end for slot in self.slots), default=0.0)
         return Simulated(
@@ -228,29 +206,33 @@ class _Simulation:
             self.depth_max,
         )
 
-    def _open(self, batch: int, by: Slot | None, link: Literal["end", "start"] = "end") -> None:
-        """Let a batch begin: in `sync` when the one before has ended, else when its rollout has started."""
+    def _after(self, time: float, then: Callable[[], None]) -> None:
+        self.env.timeout(time).callbacks.append(lambda _: then())
+
+    def _open(self, batch: int, by: Slot | None) -> None:
+        """Let a batch begin: when the rollout of the one before has started, in `sync` its update."""
         if batch > self.batches:
             return
-        slots = {s.name: Slot(batch, s) for s in _due(self.steps, batch, self.batches, self.schedule)}
+        steps = due(self.steps, batch, self.batches, self.schedule)
+        slots = {s.name: Slot(batch, s, self.took[s.name][batch - 1]) for s in steps}
         before = {name: slot for name, slot in self.open.get(batch - 1, {}).items() if slot.end < 0}
         self.open[batch], self.unfinished[batch] = slots, len(slots)
         for slot in slots.values():
-            slot.missing = sum(need in slots for need in slot.step.needs)
+            slot.missing = sum(need in slots for need in self.needs[slot.node]) + len(slot.took.early)
             slot.missing += sum(name in before for name in self.follows[slot.node])
         for slot in slots.values():
             if not slot.missing:
-                self._ready(slot, by, link)
+                self._ready(slot, by)
 
-    def _ready(self, slot: Slot, by: Slot | None, link: Literal["end", "start"]) -> None:
-        slot.ready, slot.by, slot.link = self.env.now, by, link
+    def _ready(self, slot: Slot, by: Slot | None) -> None:
+        slot.ready, slot.by = self.env.now, by
         if slot.step.does == "rollout":
             self.held = slot
-            self._admit(by, link)
+            self._admit(by)
         else:
-            self._submit(slot)
+            self._dispatch(slot)
 
-    def _admit(self, by: Slot | None, link: Literal["end", "start", "queue"]) -> None:
+    def _admit(self, by: Slot | None, *, queued: bool = False) -> None:
         """Let the rollout that is held go on if the one before has ended, its lag is kept and its batch has room."""
         if (slot := self.held) is None or self.rolled < slot.batch - 1:
             return
@@ -259,83 +241,126 @@ class _Simulation:
         if "update" in self.does and not self.room.reserve(slot.batch):
             return
         self.held = None
-        slot.ready, slot.by, slot.link = self.env.now, by, link
-        self._submit(slot)
+        slot.ready, slot.by, slot.queued = self.env.now, by, queued
+        self._dispatch(slot)
 
-    def _submit(self, slot: Slot) -> None:
+    def _dispatch(self, slot: Slot) -> None:
+        if self.stretches.get((slot.batch, slot.node), 0) > self.stretch:
+            self.stopped.append(slot)
+        elif slot.took.dispatch:
+            self._after(slot.took.dispatch, partial(self._ask, slot))
+        else:
+            self._ask(slot)
+
+    def _ask(self, slot: Slot) -> None:
+        slot.asked = self.env.now
         pool = self.pools.get(slot.pool)
-        if pool is None:
+        if pool is None or (slot.took.early and not slot.took.work):  # there is nothing left for it to do there
             self._start(slot)
-            done = self.env.timeout(self._duration(slot))
-            done.callbacks.append(lambda _: self._finish(slot))
             return
         heapq.heappush(pool.waiting, (slot.step.does != "publish", next(self.coming), slot))
-        if pool.asleep is not None:
-            pool.asleep.succeed()
-            pool.asleep = None
+        self._look(pool)
 
-    def _serve(self, pool: _Pool) -> Generator[simpy.Event]:
-        while True:
-            if not pool.waiting:
-                pool.asleep = self.env.event()
-                yield pool.asleep
-            yield self.env.timeout(0)  # what becomes ready at this very moment takes part in the choice
-            slot = heapq.heappop(pool.waiting)[-1]
-            role = slot.step.role or pool.role
-            if pool.role not in ("", role) and self.hand_over:
-                slot.hand_over = self.hand_over
-                yield self.env.timeout(self.hand_over)
-            pool.role = role
+    def _look(self, pool: _Pool) -> None:
+        """Serve the next ones. What becomes ready at this very moment takes part in the choice."""
+        if not pool.looking:
+            pool.looking = True
+            self._after(0, partial(self._serve, pool))
+
+    def _serve(self, pool: _Pool) -> None:
+        pool.looking = False
+        while pool.waiting:
+            slot = pool.waiting[0][-1]
+            if pool.holding and not (slot.step.shares and all(other.step.shares for other in pool.holding)):
+                return
+            heapq.heappop(pool.waiting)
+            pool.holding.append(slot)
             pool.served.append(slot)
-            self._start(slot)
-            yield self.env.timeout(self._duration(slot))
-            self._finish(slot)
-
-    def _duration(self, slot: Slot) -> float:
-        return self.durations[slot.node][slot.batch - 1]
+            role = slot.step.role or pool.role
+            if pool.role not in ("", role):
+                slot.hand_over = self.hand_over
+            pool.role = role
+            wake = slot.took.wake if slot.asked < self.env.now else 0.0
+            if wake or slot.hand_over:
+                self._after(wake + slot.hand_over, partial(self._start, slot))
+            else:
+                self._start(slot)
 
     def _start(self, slot: Slot) -> None:
         slot.start = self.env.now
+        self._after(slot.took.work, partial(self._end, slot))
+        if slot.part:
+            return
         self.slots.append(slot)
-        if slot.step.does == "rollout":
-            self.versions[slot.batch] = self.committed
-            if self.schedule.ahead:
-                self._open(slot.batch + 1, slot, "start")
-        elif slot.step.does == "update" and slot.batch in self.versions:
-            self.lag[slot.batch - 1 - self.versions.pop(slot.batch)] += self.groups
-            self._deepen(-self.groups)
-            self.room.take(slot.batch)
-            self._admit(slot, "queue")
-
-    def _finish(self, slot: Slot) -> None:
-        slot.end = self.env.now
         batch, does = slot.batch, slot.step.does
         if does == "rollout":
-            self.rolled = batch
+            self.versions[batch] = self.committed
+            for name in self.dependents[slot.node]:
+                if reader := self.open[batch].get(name):
+                    self._early(reader, 1)
+            if self.schedule.ahead and slot.took.tail:
+                self._after(max(0.0, slot.took.work - slot.took.tail), partial(self._leave_room, slot))
+        elif does == "update" and batch in self.versions:
+            self.lag[batch - 1 - self.versions.pop(batch)] += self.groups
+            self._deepen(-self.groups)
+            self.room.take(batch)
+            self._admit(slot, queued=True)
+        if does == self.opens:
+            self._open(batch + 1, slot)
+
+    def _early(self, reader: Slot, number: int) -> None:
+        """Let the next part come of a stage that begins beside its rollout."""
+        if number > len(reader.took.early):
+            return
+        (needed,) = reader.step.needs
+        rollout = self.open[reader.batch][needed]
+        since, seconds = reader.took.early[number - 1]
+        part = Slot(reader.batch, reader.step, Took(seconds), by=rollout, part=number)
+
+        def come() -> None:
+            part.ready = self.env.now
+            self._ask(part)
+
+        self._after(max(0.0, rollout.start + since - self.env.now), come)
+
+    def _leave_room(self, rollout: Slot) -> None:
+        """Let the next rollout begin where this one is in its tail, or has ended."""
+        self.rolled = max(self.rolled, rollout.batch)
+        self._admit(rollout)
+
+    def _end(self, slot: Slot) -> None:
+        slot.end = self.env.now
+        if (pool := self.pools.get(slot.pool)) is not None and slot in pool.holding:
+            pool.holding.remove(slot)
+            self._look(pool)
+        batch, does, slots = slot.batch, slot.step.does, self.open[slot.batch]
+        if slot.part:
+            self._early(slots[slot.node], slot.part + 1)
+            self._supply(slots[slot.node], slot)
+            return
+        if does == "rollout":
             self._deepen(self.groups)
-            self.room.generated(batch)
-            self._admit(slot, "end")
+            self.room.generated(batch, slot.took.tokens)
+            self._leave_room(slot)
         if does == "publish" or (
-            does == "update" and "publish" not in self.does and _publishes(batch, self.batches, self.schedule)
+            does == "update" and "publish" not in self.does and publishes(batch, self.batches, self.schedule)
         ):
-            self.committed = batch
-            self._admit(slot, "end")
+            self.committed = max(self.committed, batch)
+            self._admit(slot)
         for name in self.followers[slot.node]:
             if (following := self.open.get(batch + 1, {}).get(name)) is not None:
                 self._supply(following, slot)
         for name in self.dependents[slot.node]:
-            if name in self.open[batch]:
-                self._supply(self.open[batch][name], slot)
+            if name in slots:
+                self._supply(slots[name], slot)
         self.unfinished[batch] -= 1
         if not self.unfinished[batch]:
             del self.unfinished[batch], self.open[batch]
-            if not self.schedule.ahead:
-                self._open(batch + 1, slot)
 
     def _supply(self, slot: Slot, by: Slot) -> None:
         slot.missing -= 1
         if not slot.missing:
-            self._ready(slot, by, "end")
+            self._ready(slot, by)
 
     def _deepen(self, groups: int) -> None:
         self.depth_time += self.depth * (self.env.now - self.depth_since)
@@ -347,29 +372,32 @@ class _Simulation:
 def _pool_time(served: Sequence[Slot], makespan: float) -> PoolTime:
     """Each moment before a slot that its pool did not work has one cause: what that slot's start hung on just then."""
     idle: dict[str, float] = {}
-    free = 0.0
+    working = free = 0.0
     for slot in served:
         for cause, time in _waited_for(slot, free):
             idle[cause] = idle.get(cause, 0.0) + time
-        free = slot.end
+        working += max(0.0, slot.end - max(free, slot.start))  # a rollout in the tail of another: once
+        free = max(free, slot.end)
     if makespan > free:
         idle[NOTHING_LEFT] = makespan - free
-    working = sum(slot.end - slot.start for slot in served)
     return PoolTime(working, sum(slot.hand_over for slot in served), dict(sorted(idle.items(), key=lambda i: -i[1])))
 
 
 def _waited_for(slot: Slot, since: float) -> Iterator[tuple[str, float]]:
-    """(cause, time) from the slot's readiness back to `since`, along what made it ready, what made that ready, ..."""
+    """(cause, time) from the slot's asking back to `since`, along what made it ready, what made that ready, ..."""
+    served = slot.start - slot.hand_over
+    if served > max(since, slot.ready):  # its pool was free by `since`: it had yet to ask for it, or to wake up
+        yield OUTSIDE, served - max(since, slot.ready)
     while slot.ready > since and slot.by is not None:
         by = slot.by
-        if slot.link == "queue":
+        if slot.queued:
             yield FULL_QUEUE, slot.ready - since
             return
-        if slot.link == "end":
-            yield by.node, by.end - max(since, by.start)
         for cause, start, end in (
+            (by.node, by.start, slot.ready),
             (HAND_OVER, by.start - by.hand_over, by.start),
-            (f"pool {by.pool}", by.ready, by.start - by.hand_over),
+            (f"pool {by.pool}", by.asked, by.start - by.hand_over),
+            (OUTSIDE, by.ready, by.asked),
         ):
             if end > since and end > start:
                 yield cause, end - max(since, start)

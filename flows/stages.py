@@ -25,7 +25,7 @@ from data.manifest import Manifest
 from data.refs import DatasetRef, PolicyRef, Ref
 from data.store import Store
 from flows.graph import GraphNode
-from flows.schedule import Window
+from flows.schedule import Window, shares
 from flows.waits import REWARD, UPSTREAM, WEIGHTS, Clock
 from tasks.handover import Role
 from tasks.stage import Arriving, Columns, Inputs, NewPolicy, Output, Rows, Selection
@@ -59,7 +59,7 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -
             role: Role = "publish" if urgent else node.stage.role
 
             def pool() -> Lease:
-                shared = _shares(run, node)
+                shared = shares(run.experiment, node)
                 return run.leases.take(node.pool, str(clock), clock, role, shared=shared, urgent=urgent)
 
             arriving = _arriving(run, node, iteration, needs, clock, pool)
@@ -80,15 +80,6 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -
 def _urgent(node: GraphNode) -> bool:
     """Whether it goes before others on its pool: everything after a publish uses fresher weights."""
     return node.stage.name == "publish"
-
-
-def _shares(run: "Run", node: GraphNode) -> bool:
-    """Whether the stage may be on its pool beside others that may: one rollout in the tail of another.
-
-    Under rebuild and keep also a publish: there it need not wait until the engines are drained.
-    """
-    crossing = run.experiment.rollout.kv_policy != "pin"
-    return node.stage.name == "rollout" or (node.stage.name == "publish" and crossing)
 
 
 async def _through(window: Window, node: GraphNode, iteration: int, clock: Clock) -> None:

@@ -10,7 +10,7 @@ POOLS = {"rollout": {"publish": 2.0, "working": 30.0, "weights": 8.0}, "cpu": {"
 
 
 def test_the_time_of_each_pool_stands_under_it_and_adds_up_to_wall_time() -> None:
-    report = Report(Path("runs/r"), "finished", {1: {"time/iteration": 30.0}}, [], [], {}, 1, POOLS)
+    report = Report(Path("runs/r"), "finished", {1: {"time/iteration": 30.0}}, [], [], [], {}, 1, POOLS)
     with (console := Console(width=80)).capture() as captured:
         print_summary(report, console)
     lines = [line.split() for line in captured.get().splitlines()]
@@ -31,7 +31,7 @@ def test_an_evaluation_stands_beside_the_reward_of_its_iteration() -> None:
         2: {"time/iteration": 3.0, "reward/mean": 0.5, "eval/reward/mean": 0.625, "actor/approx_kl": 2.4e-12},
     }
     with (console := Console(width=80)).capture() as captured:
-        print_summary(Report(Path("runs/r"), "finished", history, [], [], {}, 2, {}), console)
+        print_summary(Report(Path("runs/r"), "finished", history, [], [], [], {}, 2, {}), console)
     lines = [line.split() for line in captured.get().splitlines()]
     first = lines.index(["reward"])
     assert lines[first + 1 : first + 3] == [["1", "0.250", "█" * 15], ["2", "0.500", "█" * 30, "eval", "0.625"]]

@@ -1,45 +1,19 @@
-"""The planner: schedules worked by hand, rules that hold for any graph and schedule, and a past run predicted."""
+"""The planner's simulation: schedules worked by hand, and rules that hold for any graph and schedule."""
 
-import asyncio
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect import flow
 
-from conf.errors import ConfigError
-from conf.load import load
 from conf.schema import Schedule
-from data.accounts import StageRow, Wait
-from data.ledger import Ledger
-from flows.cli import main
-from flows.forecast import Case, Costs, Forecast, Layout, costs_of, recommend, schedule_text
-from flows.run import RUN, _iterations
-from flows.simulate import FULL_QUEUE, NOTHING_LEFT, PoolTime, Simulated, Step, lower_bound, simulate
-from flows.stage_times import (
-    OUTSIDE,
-    Constant,
-    LogNormal,
-    PastRun,
-    Recorded,
-    Uniform,
-    generator,
-    longest,
-    parse_time,
-    read_run,
-)
-from tests.fakes.runs import noop_run
-from tests.fakes.stages import paced
+from flows.simulate import FULL_QUEUE, NOTHING_LEFT, OUTSIDE, PoolTime, Simulated, lower_bound, simulate
+from flows.steps import Step, Took
 
-ASYNC = ("schedule.kind=async", "update.correction.kind=ratio")
 SYNC, ONE_OFF = Schedule(), Schedule("one_step_off")
 PIPELINE = [
     Step("rollout", (), "gpus", "rollout"),
@@ -202,13 +176,115 @@ def test_a_cpu_stage_in_a_pool_of_devices_changes_no_role() -> None:
     assert result.pools["engines"] == PoolTime(16, 2, {})
 
 
-def test_a_stage_that_skips_batches_and_what_needs_it_run_in_the_others() -> None:
-    steps = [*RTP, Step("evaluate", ("publish",), "engines", due=lambda batch: batch % 2 == 0),
-             Step("after", ("evaluate", "update"), "x", closing=True)]  # fmt: skip
-    durations = constant(2, rollout=10, update=5, publish=1, evaluate=3, after=2)
+def test_a_stage_runs_where_it_is_due_and_another_one_waits_for_it_there() -> None:
+    steps = [
+        *RTP[:2],
+        Step("checkpoint", ("update",), "trainer", due=lambda batch: batch == 1),
+        replace(RTP[2], after="checkpoint"),
+        Step("evaluate", ("publish",), "engines", due=lambda batch: batch == 2),
+    ]
+    durations = constant(2, rollout=10, update=5, checkpoint=2, publish=1, evaluate=3)
     result = simulate(steps, durations, 2, SYNC)
-    assert times(result, "evaluate") == [(2, 33, 36)]  # batch 2 from 17, the end of `after`
-    assert times(result, "after") == [(1, 15, 17), (2, 36, 38)]
+    assert times(result, "publish") == [(1, 17, 18), (2, 33, 34)]
+    assert times(result, "evaluate") == [(2, 34, 37)]
+
+
+def test_in_step_the_next_batch_opens_as_the_update_starts_and_its_rollout_waits_for_what_it_follows_on() -> None:
+    steps = [
+        Step("prompts", (), "cpu"),
+        replace(RTP[0], needs=("prompts",), follows=("prompts", "rollout", "update", "publish", "evaluate")),
+        *RTP[1:],
+        Step("evaluate", ("publish",), "cpu"),
+    ]
+    result = simulate(steps, constant(2, prompts=1, rollout=10, update=5, publish=1, evaluate=3), 2, SYNC)
+    assert times(result, "prompts") == [(1, 0, 1), (2, 11, 12)]
+    assert times(result, "rollout") == [(1, 1, 11), (2, 20, 30)]
+
+
+# -- what a stage takes beside its work
+
+
+def took(batches: int, **steps: Took | float) -> dict[str, list[Took | float]]:
+    return {name: [value] * batches for name, value in steps.items()}
+
+
+def test_a_stage_asks_for_its_pool_when_what_comes_before_that_is_over() -> None:
+    late = took(2, rollout=10, update=Took(8, dispatch=3), publish=Took(1, dispatch=2))
+    result = simulate(RTP, late, 2, ONE_OFF)
+    assert times(result, "update") == [(1, 13, 21), (2, 24, 32)]  # 20 + 3, 21 + 3
+    assert times(result, "publish") == [(1, 23, 24), (2, 34, 35)]
+    assert result.pools["trainer"] == PoolTime(16, 0, {"rollout": 10, OUTSIDE: 6, NOTHING_LEFT: 3})
+    assert result.pools["engines"] == PoolTime(22, 0, {"update": 9, OUTSIDE: 4})  # 20 to 23, and 24 to 34
+
+
+def test_a_stage_that_had_to_wait_for_its_pool_wakes_some_time_after_that_is_free() -> None:
+    steps = [replace(step, pool="all") for step in PIPELINE]
+    sleepy = took(2, rollout=10, process=Took(2, wake=1), train=Took(5, wake=1))
+    result = simulate(steps, sleepy, 2, Schedule("async", max_lag=2))
+    assert times(result, "rollout") == [(1, 0, 10), (2, 10, 20)]
+    assert times(result, "process") == [(1, 21, 23), (2, 24, 26)]
+    assert times(result, "train") == [(1, 27, 32), (2, 32, 37)]  # the second asks as the first ends
+    assert result.pools["all"] == PoolTime(34, 0, {OUTSIDE: 3})
+
+
+def test_a_publish_that_shares_the_engines_goes_beside_the_rollout_under_way() -> None:
+    steps = [replace(step, shares=step.does != "update") for step in RTP]
+    result = simulate(steps, constant(3, rollout=10, update=4, publish=3), 3, ONE_OFF)
+    assert times(result, "publish") == [(1, 14, 17), (2, 24, 27), (3, 34, 37)]
+    assert times(result, "rollout")[2] == (3, 20, 30)  # and not 23, where the publish waited for rollout 2
+    assert result.pools["engines"] == PoolTime(33, 0, {"update": 4})
+
+
+def test_a_rollout_begins_in_the_tail_of_another_unless_a_publish_waits_for_the_engines() -> None:
+    steps = [replace(step, shares=step.does == "rollout") for step in RTP]
+    tailed = took(3, rollout=Took(10, tail=4), update=1.5, publish=1)
+    result = simulate(steps, tailed, 3, Schedule("async", max_lag=2))
+    # The publish of 1 comes at 11.5 and waits for rollout 2; rollout 3 may begin at 12, but waits behind it.
+    assert times(result, "rollout") == [(1, 0, 10), (2, 6, 16), (3, 17, 27)]
+    assert times(result, "publish") == [(1, 16, 17), (2, 27, 28), (3, 28.5, 29.5)]
+    assert simulate(steps, tailed, 3, SYNC).makespan == 3 * (10 + 1.5 + 1)
+    assert result.pools["engines"].working == 10 + 6 + 1 + 10 + 1 + 1  # the tail's seconds count once
+
+
+STREAMED = [
+    Step("rollout", (), "engines", "rollout", "rollout"),
+    Step("reward", ("rollout",), "cpu"),
+    Step("reference", ("rollout",), "trainer", "", "train"),
+    Step("update", ("reward", "reference"), "trainer", "update", "train"),
+]
+
+
+def test_what_a_stage_does_beside_its_rollout_takes_the_trainer_from_the_update_before() -> None:
+    times_of = took(3, rollout=10, reward=7, reference=Took(2, early=((5, 4),)), update=6)
+    result = simulate(STREAMED, times_of, 3, Schedule("async", max_lag=2), shared=["cpu"])
+    # Update 1 is ready at 17 and waits until 19 for what the reference of 2 began at 15.
+    assert times(result, "update") == [(1, 19, 25), (2, 31, 37), (3, 39, 45)]
+    assert times(result, "reference") == [(1, 10, 12), (2, 25, 27), (3, 37, 39)]  # their ends
+    assert result.pools["trainer"].working == 3 * (4 + 2 + 6)
+    assert lower_bound(STREAMED, times_of, 3, SYNC, shared=["cpu"]) == (36, "the work of pool trainer")
+
+
+def test_a_stage_whose_work_was_all_early_needs_no_pool_at_the_end() -> None:
+    times_of = took(2, rollout=10, reward=0, reference=Took(0, dispatch=1, early=((5, 4),)), update=30)
+    result = simulate(STREAMED, times_of, 2, Schedule("async", max_lag=2), shared=["cpu"])
+    # In batch 2 it asks for the trainer at 15 and has it from 41 to 45: it is over then, and its input long whole.
+    assert times(result, "reference") == [(1, 11, 11), (2, 46, 46)]
+    assert times(result, "update") == [(1, 11, 41), (2, 46, 76)]
+
+
+def test_a_generated_batch_takes_the_tokens_it_has_from_the_queue() -> None:
+    schedule = Schedule("async", max_lag=9, queue_tokens=500)
+    short = took(3, rollout=Took(10, tokens=100), update=25)
+    assert times(simulate(QUEUED, short, 3, schedule, tokens=400), "rollout")[2] == (3, 20, 30)  # 400 + 100
+    assert times(simulate(QUEUED, short, 3, schedule, tokens=401), "rollout")[2] == (3, 35, 45)
+
+
+def test_after_a_stop_nothing_begins_before_what_had_ended_until_then() -> None:
+    stopped = {(1, "rollout"): 0, (1, "update"): 0, (2, "rollout"): 0, (2, "update"): 0, (3, "rollout"): 1}
+    durations = constant(3, rollout=10, update=6, publish=0)
+    result = simulate(RTP, durations, 3, ONE_OFF, stretches={**stopped, (3, "update"): 1})
+    assert times(result, "rollout")[2] == (3, 26, 36)  # it had begun at 20, and was cut off
+    assert (result.makespan, simulate(RTP, durations, 3, ONE_OFF).makespan) == (42, 36)
 
 
 # -- rules for any graph
@@ -232,9 +308,21 @@ def systems(draw: st.DrawFn) -> SimpleNamespace:
     if publish:
         steps.append(Step("p", (str(update),), draw(st.sampled_from("abs")), "publish", "rollout"))
     batches, groups = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    durations = {s.name: [float(draw(st.integers(0, 5))) for _ in range(batches)] for s in steps}
+    sharing = [s.does in ("rollout", "publish") and draw(st.booleans()) for s in steps]
+    steps = [replace(s, shares=True, role="rollout") if both else s for s, both in zip(steps, sharing, strict=True)]
+    small = st.integers(0, 3).map(float)
+
+    def one(step: Step) -> Took:
+        beside = step.needs == ("0",) and step.pool != steps[0].pool
+        early = draw(st.lists(st.tuples(small, small), max_size=2)) if beside else []
+        return Took(float(draw(st.integers(0, 5))), draw(small), draw(small), tuple(early), draw(small))
+
+    durations = {s.name: [one(s) for _ in range(batches)] for s in steps}
+    schedule = draw(schedules(groups))
+    if not schedule.ahead:
+        steps[0] = replace(steps[0], follows=tuple(s.name for s in steps))
     return SimpleNamespace(
-        steps=steps, durations=durations, batches=batches, groups=groups, schedule=draw(schedules(groups)),
+        steps=steps, durations=durations, batches=batches, groups=groups, schedule=schedule,
         hand_over=float(draw(st.integers(0, 2))),
     )  # fmt: skip
 
@@ -261,14 +349,18 @@ def test_no_stage_starts_before_its_inputs_and_no_pool_serves_two_at_a_time(s: S
     slots = {(slot.batch, slot.node): slot for slot in result.slots}
     assert len(slots) == len(result.slots)
     for slot in result.slots:
-        assert all(slots[slot.batch, need].end <= slot.start for need in slot.step.needs)
-        assert s.schedule.ahead or all(o.end <= slot.start for o in result.slots if o.batch == slot.batch - 1)
-        assert slot.end - slot.start == s.durations[slot.node][slot.batch - 1]
+        assert all(slots[slot.batch, need].end <= slot.ready <= slot.start for need in slot.step.needs)
+        waits = slot.step.does == "rollout" and not s.schedule.ahead
+        assert not waits or all(o.end <= slot.start for o in result.slots if o.batch == slot.batch - 1)
+        assert slot.end - slot.start == slot.took.work
     for pool in "ab":
-        own = [slot for slot in result.slots if slot.pool == pool]
-        assert all(before.end <= after.start - after.hand_over for before, after in pairwise(own))
+        own = [slot for slot in result.slots if slot.pool == pool and (slot.took.work or not slot.took.early)]
+        for before, after in combinations(own, 2):
+            together = before.step.shares and after.step.shares
+            assert together or before.end <= after.start - after.hand_over
     for before, after in pairwise([slot for slot in result.slots if slot.step.does == "rollout"]):
-        assert before.end <= after.start
+        tail = before.took.tail if s.schedule.ahead else 0.0
+        assert before.start + max(0.0, before.took.work - tail) <= after.start
     assert set(slots) == {
         (batch, step.name)
         for batch in range(1, s.batches + 1)
@@ -329,349 +421,3 @@ def test_more_engines_are_never_slower(
     steps = chain(len(seconds))
     slow, fast = (simulate(steps, d, batches, schedule, groups=groups).makespan for d in (durations, faster))
     assert fast <= slow + 1e-9
-
-
-# -- times
-
-
-@pytest.mark.parametrize(
-    ("text", "time"),
-    [("40", Constant(40)), ("lognormal(40, 10)", LogNormal(40, 10)), ("uniform(0,2.5)", Uniform(0, 2.5))],
-)
-def test_times_are_seconds_or_a_distribution(text: str, time: Any) -> None:
-    assert parse_time(text, "--time rollout") == time
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "-1", "nan", "inf", "lognormal(1)", "lognormal(0,1)", "uniform(3,2)", "gauss(1,2)"]
-)
-def test_other_times_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--time rollout must be seconds >= 0, lognormal"):
-        parse_time(text, "--time rollout")
-
-
-def test_draws_have_the_declared_mean_and_repeat_with_their_seed() -> None:
-    for time, mean, sd in ((LogNormal(40, 10), 40, 10), (Uniform(20, 50), 35, 30 / math.sqrt(12))):
-        drawn = time.draw(generator(1, "rollout"), 20_000)
-        assert drawn.mean() == pytest.approx(mean, rel=0.02)
-        assert drawn.std() == pytest.approx(sd, rel=0.05)
-        assert (drawn == time.draw(generator(1, "rollout"), 20_000)).all()
-        assert (drawn != time.draw(generator(1, "update"), 20_000)).any()
-    assert Recorded([1, 2, 3]).draw(generator(1, "x"), 5).tolist() == [1, 2, 3, 1, 2]
-
-
-def test_the_longest_of_many_is_drawn_as_if_all_were() -> None:
-    one_by_one = LogNormal(8, 6).draw(generator(1, "a"), 64 * 4000).reshape(4000, 64).max(1)
-    at_once = longest(LogNormal(8, 6), 64, generator(1, "b"), 4000)
-    assert np.quantile(at_once, [0.1, 0.5, 0.9]) == pytest.approx(np.quantile(one_by_one, [0.1, 0.5, 0.9]), rel=0.05)
-
-
-# -- an experiment
-
-
-def experiment(*overrides: str) -> Any:
-    return load("conf/smollm2_arithmetic.yaml", ["evaluate.every=0", "iterations=50", *overrides]).experiment
-
-
-def forecast(*overrides: str, tail: Any = None, hand_over: float = 0.0, **seconds: float) -> Forecast:
-    e = experiment(*overrides)
-    return Forecast(e, costs_of(e, None, {n: Constant(s) for n, s in seconds.items()}, tail, hand_over))
-
-
-def test_stages_take_less_on_more_devices_and_a_rollout_never_less_than_its_longest_response() -> None:
-    f = forecast("pools.rollout.engines=2", "pools.train.ranks=2", rollout=40, reference=10, update=20, publish=1)
-    assert f.declared.total == 4
-    more = Layout({"rollout": 4, "train": 1}, {}, 4, 1)
-    assert f.case(f.declared, SYNC, 50).result.makespan == 50 * (40 + 10 + 20 + 1)
-    assert f.case(more, SYNC, 50).result.makespan == 50 * (20 + 20 + 40 + 1)
-    tailed = Forecast(f.experiment, replace(f.costs, tail=Constant(35)))
-    assert tailed.case(f.declared, SYNC, 50).result.makespan == 50 * (40 + 10 + 20 + 1)
-    assert tailed.case(more, SYNC, 50).result.makespan == 50 * (35 + 20 + 40 + 1)
-
-
-def test_effective_samples_count_over_all_devices() -> None:
-    case = (f := forecast(rollout=40, reference=10, update=30)).case(f.declared, SYNC, 50)
-    assert case.samples_per_s == 64 / 80
-    assert case.busy == 0.5  # two devices, one of which works at a time
-
-
-def test_engines_of_several_devices_count_as_such() -> None:
-    f = forecast("rollout.sglang={tp_size: 4}", "pools.rollout.engines=2", rollout=1, reference=1, update=1)
-    assert f.declared.devices == {"rollout": 8, "train": 1}
-
-
-def test_every_alternative_uses_as_many_devices() -> None:
-    f = forecast("pools.rollout.engines=6", "pools.train.ranks=10", rollout=40, reference=10, update=30)
-    cases = f.alternatives(ONE_OFF)
-    assert {case.layout.total for case in cases} == {16}
-    assert [schedule_text(case.schedule) for case in cases[1:]] == [
-        "sync", "sync", "one_step_off", *(f"async, lag <= 4, publish every {n}" for n in (1, 2, 4))
-    ]  # fmt: skip
-
-
-def test_the_recommendation_stays_within_the_declared_lag_and_says_what_more_would_give() -> None:
-    f = forecast("pools.rollout.engines=4", "pools.train.ranks=4", hand_over=10, rollout=40, update=30, reference=10)
-    text = recommend(f.alternatives(SYNC))
-    # co-located 20 + 10 + 5 + 15 + 10 = 60 s an iteration; declared 80 s, each pool half idle
-    expected = (
-        "Recommended: co-located on 8, sync: 1.07 samples/s, 1.33 times the declared, because devices work 67% of the "
-        "time instead of 50% (train now idles 50%: waits for rollout)."
-    )
-    assert text[: len(expected)] == expected
-    assert "If lag up to 1 is accepted, with a correction for off-policy data: 4 for rollout, 4 for training" in text
-
-
-def test_where_rarer_publishes_make_the_difference_the_recommendation_says_so() -> None:
-    f = forecast("iterations=100", hand_over=60, rollout=10, update=10, reference=1, publish=8)
-    text = recommend(f.alternatives(Schedule("async", max_lag=3)))
-    assert "publish every 2: " in text
-    # 100 x (10 + 10 + 1) and 8 for each publish, 50 instead of 100; every 4 would gain less than 5% more
-    assert text.endswith("because the stages take 2,500 device seconds instead of 2,900.")
-
-
-def test_what_is_declared_is_recommended_where_nothing_is_faster() -> None:
-    f = forecast(hand_over=60, rollout=40, update=30, reference=10)
-    text = recommend(f.alternatives(ONE_OFF))  # 64 x 50 samples in 50 x 40 + 40 s
-    assert text == "Recommended: as declared, 1.57 samples/s: nothing else within its lag gains 5%."
-
-
-def test_less_lag_is_recommended_where_it_costs_no_time() -> None:
-    f = forecast(rollout=40, update=30, reference=10)  # handing over takes no time: co-located never idles
-    text = recommend(f.alternatives(ONE_OFF))
-    assert text == "Recommended: co-located on 2, sync: 1.6 samples/s, within 5% of the declared, at lag <= 0."
-
-
-# -- a past run
-
-
-@flow(name="recorded-run")
-async def recorded_run(folder: str, overrides: list[str]) -> None:
-    with noop_run(Path(folder), paced(0.4, 0.1, 0.4), 4, overrides) as run:
-        (Path(folder) / "config.yaml").write_text(run.loaded.text)
-        RUN.set(run)
-        await _iterations(run)
-
-
-@pytest.fixture(scope="module", params=[[], [*ASYNC, "schedule.max_lag=2"]], ids=["sync", "async"])
-def recorded(request: pytest.FixtureRequest, prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four iterations of stages that sleep, on a real Prefect server."""
-    folder = tmp_path_factory.mktemp("runs") / "noop-001"
-    asyncio.run(recorded_run(str(folder), request.param))
-    return folder
-
-
-def test_a_run_is_predicted_from_what_it_recorded(recorded: Path) -> None:
-    """In step within a tenth. Ahead not above it: what Prefect takes to start a stage is in no row."""
-    past = read_run(str(recorded))
-    e = replace(past.experiment, iterations=past.iterations)
-    f = Forecast(e, costs_of(e, past, {}, None, 0.0))
-    predicted = f.case(f.declared, e.schedule, 4)
-    assert past.iterations == 4
-    assert predicted.result.makespan <= 1.1 * past.makespan
-    assert predicted.samples_per_s == pytest.approx(16 / predicted.result.makespan)  # 4 samples an iteration
-    if not e.schedule.ahead:
-        assert predicted.result.makespan >= 0.9 * past.makespan
-    else:
-        assert predicted.result.makespan < f.case(f.declared, SYNC, 4).result.makespan
-
-
-Row = tuple[int, str, str, float, float, Mapping[str, float]]
-
-
-def write_run(
-    folder: Path, rows: Sequence[Row | StageRow], times: Sequence[tuple[float, float]] = ((50, 1), (50, 1)), *over: str
-) -> Path:
-    """A run with these stage rows. times: seconds of each iteration, and those of them that are outside stages."""
-    folder.mkdir()
-    small = ["evaluate.every=0", "iterations=9", "update.checkpoint_every=2"]
-    loaded = load("conf/smollm2_arithmetic.yaml", [*small, *over])
-    (folder / "config.yaml").write_text(loaded.text)
-    ledger = Ledger(folder / "ledger.sqlite")
-    ledger.open_run(folder.name, loaded.digest, loaded.text)
-    for row in rows:
-        if not isinstance(row, StageRow):
-            number, node, state, started, ended, waits = row
-            reach, spans = started, []
-            for cause, seconds in waits.items():
-                spans.append(Wait(cause, reach, reach := reach + seconds))
-            row = StageRow(number, node, state, started, ended, tuple(spans))
-        ledger.accounts.record_stage(row)
-    for number, (seconds, outside) in enumerate(times, 1):
-        rate = 64 / seconds
-        ledger.accounts.record_metrics(
-            number,
-            {
-                "time/iteration": seconds,
-                "time/outside_stages": outside,
-                "throughput/effective_samples_per_s": rate,
-            },
-        )
-    ledger.close()
-    return folder
-
-
-ROWS = [
-    (1, "rollout", "failed", 0.0, 20.0, {}),
-    (1, "rollout", "completed", 100.0, 120.0, {}),
-    (1, "reward", "failed", 120.0, 130.0, {}),  # the next attempt was committed, but killed before it had a row
-    (1, "reference", "completed", 100.0, 125.0, {"AwaitingUpstream": 20.0}),
-    (1, "update", "completed", 100.0, 149.0, {"AwaitingUpstream": 25.0}),
-    (2, "rollout", "completed", 150.0, 175.0, {}),
-    (2, "reference", "completed", 150.0, 180.0, {"AwaitingUpstream": 24.0, "AwaitingPool": 1.0}),
-    (2, "update", "completed", 150.0, 195.0, {"AwaitingUpstream": 30.0}),
-    (2, "checkpoint", "completed", 195.0, 199.0, {}),
-    (3, "rollout", "completed", 200.0, 220.0, {}),
-]
-
-
-def test_a_runs_times_are_the_work_of_its_finished_iterations(tmp_path: Path) -> None:
-    past = read_run(str(write_run(tmp_path / "r", ROWS)))
-    assert seconds_of(past) == {
-        "rollout": [20, 25], "reference": [5, 5], "update": [24, 15], "checkpoint": [4], OUTSIDE: [1]
-    }  # fmt: skip
-    assert (past.iterations, past.makespan, past.trained) == (2, 100, 64)
-
-
-def test_the_runs_own_makespan_comes_out_of_its_times(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    folder = str(write_run(tmp_path / "r", ROWS))
-    with pytest.raises(SystemExit) as done:
-        main(["plan", "--simulate", "--from", folder])
-    printed = capsys.readouterr().out
-    assert done.value.code == 0
-    assert "makespan           100.0 s; recorded 100.0 s (+0.0%)" in printed
-    assert max(map(len, printed.splitlines())) <= 80
-    with pytest.raises(SystemExit):
-        main(["plan", "--simulate", "--from", folder, "pools.rollout.engines=5", "--time", "update=8"])
-    # rollouts take 20 / 5 and 25 / 5 s, updates 8 s: 4 + 5 + 8 + 1 and 5 + 5 + 8 + 4 + 1
-    assert "makespan           41.0 s; recorded 100.0 s (-59.0%)" in capsys.readouterr().out
-
-
-def seconds_of(past: PastRun) -> dict[str, list[float]]:
-    return {node: list(time.seconds) for node, time in past.times.items()}
-
-
-def printed_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as done:
-        main(["plan", "--simulate", *arguments])
-    printed = capsys.readouterr()
-    assert done.value.code == 0, printed.err
-    return printed.out
-
-
-OVERLAPPING = [  # one step off, on two pools: 190 s and then 3 s of accounting
-    (1, "rollout", "completed", 0.0, 40.0, {}),
-    (1, "reference", "completed", 0.0, 60.0, {"AwaitingUpstream": 40.0}),
-    (1, "update", "completed", 0.0, 90.0, {"AwaitingUpstream": 60.0}),
-    (2, "rollout", "completed", 35.0, 80.0, {}),  # from 35 on in the tail of the first
-    StageRow(2, "reward", "completed", 35.0, 81.0, (Wait("AwaitingReward", 35, 50), Wait("AwaitingReward", 51, 80))),
-    (2, "reference", "completed", 35.0, 110.0, {"AwaitingUpstream": 45.0, "AwaitingPool": 10.0}),
-    (2, "update", "completed", 35.0, 140.0, {"AwaitingUpstream": 75.0}),
-    (3, "rollout", "completed", 40.0, 130.0, {"AwaitingPool": 40.0, "AwaitingWeights": 10.0}),
-    (3, "reference", "completed", 40.0, 160.0, {"AwaitingUpstream": 90.0, "AwaitingPool": 10.0}),
-    (3, "update", "completed", 40.0, 190.0, {"AwaitingUpstream": 120.0}),
-]  # fmt: skip
-ONE_STEP_OFF = ("schedule.kind=one_step_off", "update.correction.kind=ratio")
-
-
-def test_the_times_of_a_run_whose_stages_overlap_predict_it_and_its_serial_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(write_run(tmp_path / "r", OVERLAPPING, [(90, 0), (50, 0), (53, 3)], *ONE_STEP_OFF))
-    assert seconds_of(past := read_run(folder)) == {
-        "rollout": [40, 40, 40], "reward": [1], "reference": [20, 20, 20], "update": [30, 30, 30], OUTSIDE: [1]
-    }  # fmt: skip
-    assert (past.makespan, past.trained, past.hand_over) == (193, 64, 0)
-    assert (
-        "3 iterations simulated, one_step_off\n  makespan           193.0 s; recorded 193.0 s (+0.0%)"
-        in printed_plan(capsys, "--from", folder)
-    )
-    serial = printed_plan(capsys, "--from", folder, "schedule.kind=sync", "update.correction.kind=none")
-    assert "3 iterations simulated, sync\n  makespan           273.0 s; " in serial
-
-
-CO_LOCATED = ("pools.train=null", "pools.rollout.roles=[rollout,train]")
-HANDED_OVER = [  # 50 s of which 8 change hands, and 1 s outside stages
-    (1, "rollout", "completed", 0.0, 20.0, {}),
-    (1, "reference", "completed", 20.0, 28.0, {"AwaitingHandover": 3.0}),
-    (1, "update", "completed", 20.0, 43.0, {"AwaitingUpstream": 8.0}),
-    (1, "publish", "completed", 20.0, 50.0, {"AwaitingUpstream": 23.0, "AwaitingHandover": 5.0}),
-    (2, "rollout", "completed", 51.0, 71.0, {}),
-    (2, "reference", "completed", 71.0, 79.0, {"AwaitingHandover": 3.0}),
-    (2, "update", "completed", 71.0, 94.0, {"AwaitingUpstream": 8.0}),
-    (2, "publish", "completed", 71.0, 101.0, {"AwaitingUpstream": 23.0, "AwaitingHandover": 5.0}),
-]
-
-
-def test_a_co_located_run_gives_the_seconds_of_its_hand_overs_and_counts_them_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = str(write_run(tmp_path / "r", HANDED_OVER, [(51, 9), (51, 9)], *CO_LOCATED))
-    past = read_run(folder)
-    assert (past.hand_over, seconds_of(past)[OUTSIDE]) == (4, [1])
-    assert "makespan           102.0 s; recorded 102.0 s (+0.0%)" in printed_plan(capsys, "--from", folder)
-    assert "makespan           86.0 s; " in printed_plan(capsys, "--from", folder, "--hand-over", "0")
-
-
-def test_the_experiments_own_schedule_is_simulated_and_another_one_by_override(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    plan = [
-        "conf/smollm2_arithmetic.yaml",
-        "iterations=3",
-        "--time=rollout=40",
-        "--time=reference=20",
-        "--time=update=30",
-    ]
-    assert "3 iterations simulated, sync\n  makespan           270.0 s" in printed_plan(capsys, *plan)
-    assert "simulated, one_step_off\n  makespan           190.0 s" in printed_plan(capsys, *plan, *ONE_STEP_OFF)
-    queued = (*ASYNC, "schedule.max_lag=2", "schedule.queue_groups=8")
-    ahead = printed_plan(capsys, *plan, *queued)
-    assert "simulated, async, lag <= 2, publish every 1, queue 8 groups\n" in ahead
-
-
-def test_a_run_of_other_work_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write_run(tmp_path / "r", ROWS))
-    for override, found in (
-        ("rollout.samples_per_prompt=4", "the same samples an iteration, expected 32, got 64: give --time"),
-        ("rollout.max_new_tokens=64", "the same rollout.max_new_tokens, expected 64, got 12"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["plan", "--simulate", "--from", folder, override])
-        assert found in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--simulate"], "needs the time of rollout, reference, update: --from RUN takes them from a past run"),
-        (["--simulate", "--time", "rolout=1"], "--time must name a node of the graph"),
-        (["--simulate", "--time", "rollout"], "--time must be written as NODE=TIME, got 'rollout'"),
-        (
-            ["--simulate", *(f"--time={node}=0" for node in ("rollout", "reference", "update"))],
-            "--time must give a stage more than 0 seconds",
-        ),
-        (["--simulate", "--hand-over", "nan"], "--hand-over must be seconds >= 0, got nan"),
-        (["--time", "rollout=1"], "--time needs --simulate"),
-        (["--simulate", "--from", "no/such"], "no/such must be the folder of a run"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as done:
-        main(["plan", "conf/smollm2_arithmetic.yaml", *arguments])
-    assert done.value.code == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_a_case_says_where_most_device_time_is_idle() -> None:
-    f = forecast("pools.rollout.engines=1", "pools.train.ranks=3", rollout=40, reference=10, update=30)
-    case: Case = f.case(f.declared, SYNC, 50)
-    assert case.largest_idle == ("train", "rollout", 0.5)  # 3 devices for 40 s of each 80
-    assert isinstance(f.costs, Costs)
