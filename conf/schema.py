@@ -256,7 +256,7 @@ class Publish:
 class Schedule:
     kind: Literal["sync", "one_step_off", "async"] = setting(
         "sync",
-        "sync: an iteration begins when the one before has ended; one_step_off: its rollout runs beside the update "
+        "sync: a rollout begins when the iteration before has ended; one_step_off: its rollout runs beside the update "
         "before it (lag 1); async: rollouts run ahead as far as max_lag and the queue allow",
     )
     max_lag: int = setting(
@@ -298,7 +298,7 @@ class Schedule:
 
     @property
     def ahead(self) -> bool:
-        """Whether stages of several iterations run at the same time."""
+        """Whether rollouts run beside updates of earlier iterations."""
         return self.kind != "sync"
 
 

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import httpx
 from prefect.artifacts import acreate_table_artifact
 from prefect.logging import get_run_logger
 
@@ -21,6 +22,7 @@ from flows.pool_time import (
     unaccounted,
     working_seconds,
 )
+from flows.prefect_server import MOST_RESTARTS, until_up
 from flows.throughput import discarded, throughput
 
 if TYPE_CHECKING:
@@ -44,28 +46,66 @@ async def account(run: "Run", number: int) -> None:
     values |= {f"groups/{name}": float(count) for name, count in counts.items()}
     values |= discarded(run.store, run.graph, run.experiment, number, stages)
     values |= throughput(run.store, run.graph, run.experiment, number, run.history.get(number, {}) | values)
-    values |= await _bias(run, number)
+    bias = _bias(run, number)
+    values |= bias.metrics() if bias else {}
     run.ledger.accounts.record_metrics(number, values, accounted=now)
     run.history[number] = run.history.get(number, {}) | values
-    write_metrics(run.folder / "metrics.parquet", run.history)
-    await acreate_table_artifact(
-        key="stage-waits",
-        table=stage_waits(stages),
-        description=f"Iteration {number}: seconds each stage worked and waited, by cause",
+    write_metrics(run.folder / "metrics.parquet", {n: v for n, v in run.history.items() if "time/iteration" in v})
+    line = run.table.line(number, run.history[number])
+    run.display.iteration_done(number, line)
+    get_run_logger().info(line)  # for readers of the UI
+    if bias:
+        _warn(run, number, bias)
+    await _show(
+        run,
+        [
+            Shown("stage-waits", stage_waits(stages), f"Iteration {number}: seconds each stage worked and waited"),
+            Shown("pool-seconds", pool_table(pools, values["time/iteration"]), f"Iteration {number}: where they went"),
+            Shown("metrics", _rounded(run.history[number]), f"Iteration {number} of {run.name}"),
+            *([_of_bias(number, bias)] if bias else []),
+        ],
     )
-    await acreate_table_artifact(
-        key="pool-seconds",
-        table=pool_table(pools, values["time/iteration"]),
-        description=f"Iteration {number}: where each second of each pool went",
-    )
-    await acreate_table_artifact(
-        key="metrics",
-        table=[{"metric": name, "value": round(value, 6)} for name, value in sorted(run.history[number].items())],
-        description=f"Iteration {number} of {run.name}",
-    )
-    get_run_logger().info(run.table.line(number, run.history[number]))  # the same line, for readers of the UI
-    run.display.iteration_done(number, run.table.line(number, run.history[number]))
     crash_point(f"{number}/iteration/ended")
+
+
+class Shown(NamedTuple):
+    """A table artifact in Prefect."""
+
+    key: str
+    table: list[dict[str, Any]]
+    description: str
+
+
+async def _show(run: "Run", tables: Sequence[Shown]) -> None:
+    """Hand them to Prefect; a server that is away is waited for here, since other iterations are at work meanwhile."""
+    for key, table, description in tables:
+        outages = 0
+        while True:
+            try:
+                await acreate_table_artifact(key=key, table=table, description=description)
+                break
+            except httpx.TransportError as error:
+                outages += 1
+                if outages > MOST_RESTARTS:
+                    raise
+                run.display.message(f"warning: Prefect is away ({error}); waiting for it")
+                await until_up()
+
+
+def _rounded(values: Mapping[str, float]) -> list[dict[str, Any]]:
+    return [{"metric": name, "value": round(value, 6)} for name, value in sorted(values.items())]
+
+
+def _of_bias(number: int, bias: BiasReport) -> Shown:
+    of_what = f"Iteration {number}: issued and trained samples by response length in tokens"
+    return Shown("bias", bias.by_length(), "\n\n".join([of_what, *bias.distances()]))
+
+
+def _warn(run: "Run", number: int, bias: BiasReport) -> None:
+    """In the terminal and in the UI, where the limits are exceeded."""
+    if warning := bias.warning(run.experiment.bias):
+        run.display.message(f"warning: iteration {number}: {warning}")
+        get_run_logger().warning(f"iteration {number}: {warning}")
 
 
 def stage_waits(stages: list[StageRow]) -> list[dict[str, str | float]]:
@@ -112,19 +152,11 @@ def _from_outputs(run: "Run", number: int) -> dict[str, float]:
     return values
 
 
-async def _bias(run: "Run", number: int) -> dict[str, float]:
-    """How far the trained samples are from the issued ones: metrics, an artifact, and a warning beyond the limits."""
+def _bias(run: "Run", number: int) -> BiasReport | None:
+    """How far the trained samples are from the issued ones; None where that cannot be told."""
     per_prompt = run.experiment.rollout.samples_per_prompt
     samples = read_samples(run.store, run.ledger, run.graph, number, per_prompt)
-    if samples is None:
-        return {}
-    report = BiasReport.of(samples)
-    description = [f"Iteration {number}: issued and trained samples by response length in tokens", *report.distances()]
-    await acreate_table_artifact(key="bias", table=report.by_length(), description="\n\n".join(description))
-    if warning := report.warning(run.experiment.bias):
-        run.display.message(f"warning: iteration {number}: {warning}")
-        get_run_logger().warning(f"iteration {number}: {warning}")
-    return report.metrics()
+    return None if samples is None else BiasReport.of(samples)
 
 
 def _from_clock(stages: Sequence[StageRow]) -> dict[str, float]:

@@ -241,6 +241,8 @@ async def checkpoint_if_due(run: "Run", iteration: int) -> None:
     if iteration % run.experiment.update.checkpoint_every or folder.exists():
         return
     node = run.graph.of_stage("update")[0]
+    if run.store.find(iteration + 1, node.name):  # the trainer was restored to where that left it
+        return
     with run.clock(iteration, node, name=CHECKPOINT) as clock:
         async with run.leases.take(node.pool, f"{CHECKPOINT} of iteration {iteration}", clock, "train"):
             await _checkpoint(quote((run, folder)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from prefect import flow, runtime
 
-from conf.errors import StageError
+from conf.errors import RatchetError, StageError
 from data.crash import crash_point
 from flows.account import account
 from flows.opening import Run, open_run
@@ -71,6 +71,7 @@ async def _iterations(run: Run) -> None:
             await until_up()
 
 
+# persist_result: where Prefect retries the run, it runs a subflow without a result again, and gives no other one's.
 @flow(name="iteration", flow_run_name="iteration-{number:06d}", persist_result=False)
 async def iteration(number: int) -> None:
     """prompts -> rollout -> reward, reference -> advantage -> update -> publish, each when its inputs are there.
@@ -79,13 +80,17 @@ async def iteration(number: int) -> None:
     """
     run = RUN.get()
     opened = run.window.open(number)
-    async with all_or_first_error() as tasks:
-        for node in run.due(number):
-            needs = {need: opened.stages[need] for need in node.needs}
-            opened.stages[node.name] = tasks.create_task(run_stage(run, node, number, needs))
-        opened.checkpoint = tasks.create_task(_checkpoint(run, number))
-        for rollout in run.window.rollouts:
-            tasks.create_task(_tail(run, number, rollout))
+    try:
+        async with all_or_first_error() as tasks:
+            for node in run.due(number):
+                needs = {need: opened.stages[need] for need in node.needs}
+                opened.stages[node.name] = tasks.create_task(run_stage(run, node, number, needs))
+            opened.checkpoint = tasks.create_task(_checkpoint(run, number))
+            for rollout in run.window.rollouts:
+                tasks.create_task(_tail(run, number, rollout))
+    except RatchetError:
+        await run.window.fail(number)
+        raise
     crash_point(f"{number}/stages/ended")
     await run.window.in_order(number)
     await account(run, number)
@@ -104,10 +109,12 @@ async def _tail(run: Run, number: int, rollout: str) -> None:
     """Let the next rollout begin where this one has nothing left to send, though it has not ended."""
     stream = run.stream(number, rollout)  # it is gone with the last who has it
     sent = asyncio.ensure_future(stream.tail.wait())
-    await asyncio.wait([sent, run.window.open(number).stages[rollout]], return_when=asyncio.FIRST_COMPLETED)
-    if sent.done():
-        run.window.in_its_tail(number)
-    sent.cancel()
+    try:
+        await asyncio.wait([sent, run.window.open(number).stages[rollout]], return_when=asyncio.FIRST_COMPLETED)
+        if sent.done():
+            run.window.in_its_tail(number)
+    finally:
+        sent.cancel()
 
 
 async def watched(run: Run) -> None:

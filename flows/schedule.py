@@ -39,6 +39,8 @@ def rollouts(graph: Graph) -> list[GraphNode]:
 
 def follows(graph: Graph, node: GraphNode, experiment: Experiment) -> list[str]:
     """Nodes of the iteration before that end first: what follows from the same prompts, trainer or engines."""
+    if node.stage.reads == "current" and not experiment.schedule.ahead:
+        return [other.name for other in graph]
     if node.stage.role == "train" and node.stage.reads == "current":
         return [graph.of_stage("update")[0].name]  # the trainer must hold the policy that is the ratio's denominator
     if node.stage.name == "publish":
@@ -71,6 +73,7 @@ class Iteration:
     training: asyncio.Future[None]  # its update was let in
     tail: asyncio.Future[None]  # its rollout leaves engines idle, or has ended: the next rollout may begin
     ended: asyncio.Future[None]  # it is accounted for
+    failed: asyncio.Future[None]  # one of its stages has
     stages: dict[str, asyncio.Task[Ref]] = field(default_factory=dict)
     checkpoint: asyncio.Task[None] | None = None
 
@@ -93,7 +96,7 @@ class Window:
         """The iteration, which is under way from the first time it is asked for."""
         if number not in self.iterations:
             future = asyncio.get_running_loop().create_future
-            self.iterations[number] = Iteration(future(), future(), future(), future())
+            self.iterations[number] = Iteration(future(), future(), future(), future(), future())
         return self.iterations[number]
 
     async def next_begins(self, number: int) -> None:
@@ -106,7 +109,13 @@ class Window:
         if before := self.iterations.get(number - 1):
             await before.ended
         if after := self.iterations.get(number + 1):
-            await asyncio.wait([after.rolling])
+            await asyncio.wait([after.rolling, after.failed], return_when=asyncio.FIRST_COMPLETED)
+
+    async def fail(self, number: int) -> None:
+        """A stage of the iteration has failed: wait until those before it, which need nothing of it, have ended."""
+        _done(self.iterations[number].failed)
+        if before := self.iterations.get(number - 1):
+            await before.ended
 
     def close(self, number: int) -> None:
         """The iteration is accounted for; the one before it has served."""
@@ -120,9 +129,6 @@ class Window:
             if before:
                 yield Gate(POOL, f"rollout of iteration {number - 1} fills the engines", before.tail)
             yield from self._fresh(number)
-            if before and not self.experiment.schedule.ahead:
-                for name, stage in before.stages.items():
-                    yield Gate(UPSTREAM, f"{name} of iteration {number - 1}", stage)
             rollout = self.experiment.rollout
             tokens = self.batch * rollout.samples_per_prompt * rollout.max_new_tokens
             yield Gate(QUEUE, "the queue is full", self.queue.reserve(number, self.batch, tokens))

@@ -99,8 +99,6 @@ def steps_of(
         does = "rollout" if node in rolling else node.stage.name
         own = pools.get(node.name, node.pool)
         before = follows(graph, node, experiment)
-        if node in rolling and not experiment.schedule.ahead:
-            before += [other.name for other in graph]
         if node is update and checkpoints:
             before.append(CHECKPOINT)
         yield Step(

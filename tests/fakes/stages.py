@@ -34,6 +34,7 @@ async def _pace(context: Context, name: str, seconds: float) -> None:
 
 @stage(produces=PROMPTS, output="rows")
 async def prompts(inputs: Inputs, context: Context) -> Rows:
+    await _pace(context, "prompts", 0.0)
     groups = [f"i{context.iteration:06d}-g{g:03d}" for g in range(2)]
     first = 2 * (context.iteration - 1)
     return Rows(

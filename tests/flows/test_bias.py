@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prefect import flow, get_client
 
 from conf.schema import Bias
-from flows.account import _bias
+from flows.account import _bias, _of_bias, _show, _warn
 from flows.bias import CUT, LEFT_OUT, UNKNOWN, BiasReport, Samples, compare, length_bin, read_samples
 from flows.cli import main
 from tasks.engines.toy import write_model
@@ -312,7 +312,11 @@ def test_an_iteration_warns_in_the_terminal_and_leaves_its_report_in_the_ui(run:
 
     @flow(name="bias")
     async def account() -> dict[str, float]:
-        return await _bias(opened, 1)
+        report = _bias(opened, 1)
+        assert report is not None
+        _warn(opened, 1, report)
+        await _show(opened, [_of_bias(1, report)])
+        return report.metrics()
 
     async def run_and_read() -> tuple[dict[str, float], Any]:
         values = await account()

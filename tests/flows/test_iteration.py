@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prefect import flow, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
@@ -14,6 +15,7 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 
 from conf.errors import StageError
 from conf.schema import Node
+from flows import account
 from flows.pool_time import CAUSES, run_seconds
 from flows.pools import Leases
 from flows.run import RUN, iteration
@@ -121,6 +123,27 @@ def artifact(key: str) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = json.loads(asyncio.run(read()).json()["data"])
     return rows
+
+
+def test_a_prefect_server_that_is_away_when_an_iteration_is_accounted_for_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next iteration is at work by then: it must not be cancelled for that."""
+    outages, shown = ["refused", "reset"], account.acreate_table_artifact
+
+    async def away(**artifact: Any) -> Any:
+        if outages:
+            raise httpx.ConnectError(outages.pop())
+        return await shown(**artifact)
+
+    async def up() -> None: ...
+
+    monkeypatch.setattr(account, "acreate_table_artifact", away)
+    monkeypatch.setattr(account, "until_up", up)
+    events = asyncio.run(noop_flow(str(tmp_path / "a"), 1, nodes()))
+    said = [f"warning: Prefect is away ({why}); waiting for it" for why in ("reset", "refused")]
+    assert [event[1] for event in events if event[0] == "message"] == said
+    assert [each["stage"] for each in artifact("stage-waits")][:2] == ["prompts", "rollout"]
 
 
 STREAMING = {

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,3 +134,26 @@ def test_engines_first_get_the_version_that_has_a_stage_to_come(
         refs.get(f"{iteration}/{node}") if node == "update" else f"{iteration}/{node}" not in missing or None
     )
     assert recovery._to_serve(run, place.ledger.version(3)).number == served
+
+
+@pytest.mark.parametrize(("trained", "written"), [({1}, True), ({1, 2}, False)])
+def test_no_checkpoint_is_written_of_weights_that_a_later_update_made(
+    trained: set[int], written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill before the first iteration was accounted for, the trainer stands where the second left it."""
+    asked: list[Any] = []
+
+    async def write(what: Any) -> None:
+        asked.append(what)
+
+    monkeypatch.setattr(recovery, "_checkpoint", write)
+    run: Any = SimpleNamespace(
+        folder=tmp_path,
+        experiment=SimpleNamespace(update=SimpleNamespace(checkpoint_every=1, keep_checkpoints=1)),
+        graph=SimpleNamespace(of_stage=lambda stage: [SimpleNamespace(name=stage, pool="train")]),
+        store=SimpleNamespace(find=lambda iteration, node: iteration in trained or None),
+        clock=lambda *attempt, **names: nullcontext(SimpleNamespace(stop=lambda: None)),
+        leases=SimpleNamespace(take=lambda *claim: nullcontext()),
+    )
+    asyncio.run(recovery.checkpoint_if_due(run, 1))
+    assert bool(asked) is written

@@ -48,6 +48,10 @@ async def paced_flow(folder: str, iterations: int, overrides: list[str]) -> list
         return run.display.events
 
 
+async def fails(context: Context) -> None:
+    raise ValueError("no")
+
+
 @flow(name="retried-run", retries=1)
 async def retried_flow(folder: str, iterations: int, overrides: list[str]) -> list[Any]:
     return await paced_flow.fn(folder, iterations, overrides)
@@ -275,6 +279,26 @@ def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(
         assert not run.remaining()
 
 
+@pytest.mark.parametrize(
+    ("node", "overrides"), [("prompts", []), ("rollout", [*ASYNC, "schedule.max_lag=2"])], ids=["sync", "async"]
+)
+def test_where_a_later_iteration_fails_those_before_it_are_ended_first(
+    tmp_path: Path, node: str, overrides: list[str]
+) -> None:
+    """It fails while the first one is in its update, which needs nothing of it."""
+    pace = Pace()
+    pace.hold(1, "update", ("done", 2, node))
+    stages.PACE[2, node] = fails
+    with pytest.raises(StageError, match=rf"^stage {node} of iteration 2 raised ValueError: no$"):
+        pace.run(tmp_path / "a", 4, *overrides)
+    stages.PACE.clear()
+    with noop_run(tmp_path / "a", stages.paced(), 4, overrides) as run:
+        assert run.remaining() == range(2, 5)
+        assert run.store.find(1, "publish")
+    events = Pace().run(tmp_path / "a", 4, *overrides)
+    assert [n for name, n, ended in events if (name, ended) == ("done", "update")] == [2, 3, 4]
+
+
 @pytest.mark.parametrize("overrides", [[], [*ASYNC, "schedule.max_lag=2"]], ids=["sync", "async"])
 def test_a_run_that_prefect_retries_takes_no_iteration_for_another(tmp_path: Path, overrides: list[str]) -> None:
     """The third iteration is the retry's first subflow, as the first was the first attempt's: neither is its result."""
@@ -381,6 +405,9 @@ def test_where_every_stage_waits_the_error_says_for_what(tmp_path: Path) -> None
     assert "publish of iteration 1 (AwaitingWeights: for update, N s)" in error
 
 
+GRPO = ["prompts", "rollout", "reward", "reference", "advantage", "update", "publish", "evaluate"]
+
+
 @pytest.mark.parametrize(
     ("graph", "overrides", "node", "before"),
     [
@@ -397,9 +424,15 @@ def test_where_every_stage_waits_the_error_says_for_what(tmp_path: Path) -> None
             "prompts",
             ["prompts"],
         ),
-        ("grpo", [], "rollout", []),  # it has gates of its own
+        ("grpo", [], "rollout", GRPO),  # in step: all of them
+        ("grpo", [*ASYNC, "schedule.max_lag=1"], "rollout", []),  # it has gates of its own
         ("grpo", [], "reference", []),
-        ("grpo_recomputed", ["update.old_logprobs=recomputed"], "old_logprobs", ["update"]),
+        (
+            "grpo_recomputed",
+            ["schedule.kind=one_step_off", "update.correction.kind=tis", "update.old_logprobs=recomputed"],
+            "old_logprobs",
+            ["update"],
+        ),
         ("grpo", [], "publish", ["publish", "evaluate"]),
     ],
 )
