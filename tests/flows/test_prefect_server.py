@@ -5,10 +5,11 @@ import ctypes
 import signal
 import subprocess
 import threading
+from uuid import UUID
 
 import httpx
 import pytest
-from prefect import flow, get_client
+from prefect import flow, get_client, runtime
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from conf.errors import RunError
@@ -88,7 +89,7 @@ def test_what_the_server_is_too_busy_to_take_is_sent_again_soon(
         with monkeypatch.context() as patch:
             patch.setattr(client._client._transport, "handle_async_request", busy)
             patch.setattr("prefect.client.base.anyio.sleep", pause)
-            return (await client.read_flow_runs(limit=1))[0].state_name or ""
+            return (await client.read_flow_run(UUID(str(runtime.flow_run.id)))).state_name or ""
 
     assert asyncio.run(asking()) == "Running"
     assert len(pauses) == 3
