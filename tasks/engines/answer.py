@@ -100,8 +100,12 @@ def parse_generation(answer: Mapping[str, Any], vocab_size: int, prompt_tokens: 
         logprobs = parse_logprobs(meta["output_token_logprobs"], ids)
         spans = tuple(Span(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]) if ids else ()
         _check_partition(spans, len(ids))
-        cached = _count(meta, "cached_tokens", prompt_tokens)
-        found = Generation(ids, logprobs, spans, reason, cached, _count(meta, "num_retractions", MOST_RETRACTIONS))
+        queued = (
+            reason == "abort" and "cached_tokens" not in meta
+        )  # SGLang says neither of one that it had in its queue
+        cached = 0 if queued else _count(meta, "cached_tokens", prompt_tokens)
+        retractions = 0 if queued else _count(meta, "num_retractions", MOST_RETRACTIONS)
+        found = Generation(ids, logprobs, spans, reason, cached, retractions)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadAnswer(f"a part of the answer is missing or of the wrong type: {error!r}") from error
     if reason == "abort":

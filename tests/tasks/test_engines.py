@@ -178,6 +178,21 @@ def test_what_was_cut_off_comes_with_its_tokens_checked_like_any_other() -> None
     assert not isinstance(bad.value, Aborted)
 
 
+@pytest.mark.parametrize("tokens", [0, 2], ids=["never begun", "retracted"])
+def test_what_was_cut_off_in_the_engines_queue_comes_without_its_counts(tokens: int) -> None:
+    cut = answer(finish_reason={"type": "abort", "message": "Abort in waiting queue"}, completion_tokens=tokens)
+    meta = {name: value for name, value in cut["meta_info"].items() if name not in ("cached_tokens", "num_retractions")}
+    meta["output_token_logprobs"] = meta["output_token_logprobs"][:tokens]
+    with pytest.raises(Aborted) as found:
+        parse_generation({"output_ids": cut["output_ids"][:tokens], "meta_info": meta}, **ASKED)
+    assert found.value.partial.ids == (5, 7)[:tokens]
+    assert (found.value.partial.cached_tokens, found.value.partial.retractions) == (0, 0)
+    whole = answer()
+    del whole["meta_info"]["cached_tokens"]
+    with pytest.raises(BadAnswer, match="cached_tokens"):
+        parse_generation(whole, **ASKED)
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()
