@@ -87,7 +87,8 @@ async def run(folder: Path, iterations: int, overrides: Sequence[str]) -> None:
 
 def sleeping_runs(scratch: Path, iterations: int) -> Iterator[tuple[str, str, PastRun]]:
     """(pools, schedule, what the run recorded)."""
-    graph.BUILT_IN.update({node: f"benchmarks.sleeping:{node}" for node in (*SECONDS, "advantage")})
+    graph.BUILT_IN.update({node: f"benchmarks.sleeping:{node}" for node in SECONDS})
+    graph.BUILT_IN["advantage"] = "tests.fakes.stages:advantage"
     common = [f"model.path={write_model(scratch / 'model')}", *DUE]
     common += [f"graph.{node}.options={options}" for node, options in SECONDS.items()]
     asyncio.run(run(scratch / "first", 1, common))  # imports, connections

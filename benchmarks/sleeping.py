@@ -2,15 +2,13 @@
 
 import asyncio
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 
-from data.columns import column
 from tasks.evaluate import evaluate as evaluate_stage
 from tasks.publish import publish as publish_stage
-from tasks.stage import Columns, Context, Group, Inputs, NewPolicy, Rows, Selection, stage
+from tasks.stage import Columns, Context, Group, Inputs, NewPolicy, Rows, stage
 from tests.fakes import stages
 
 SPREAD = 0.2  # of the seconds, either way
@@ -22,14 +20,9 @@ def seconds_of(seconds: float, context: Context) -> float:
     return seconds * (1 + SPREAD * (2 * place - 1))
 
 
-def _rows(values: Mapping[str, list[str]]) -> pa.Table:
-    schema = pa.schema([column(name).field for name in values])
-    return pa.table([pa.array(values[name], schema.field(name).type) for name in values], schema=schema)
-
-
 def _samples(groups: list[str]) -> pa.Table:
     pairs = [(f"{group}-s{i}", group) for group in groups for i in range(2)]
-    return _rows({"sample_id": [sample for sample, _ in pairs], "group_id": [group for _, group in pairs]})
+    return stages.table({"sample_id": [sample for sample, _ in pairs], "group_id": [group for _, group in pairs]})
 
 
 @stage(consumes=["group_id"], produces=["sample_id", "group_id"], output="rows", role="rollout", reads="current")
@@ -71,19 +64,13 @@ async def _scored(inputs: Inputs, context: Context, seconds: float) -> pa.Table:
 @stage(consumes=["sample_id"], produces=["response_text"], streams=True)
 async def reward(inputs: Inputs, context: Context, *, seconds: float) -> Columns:
     table = await _scored(inputs, context, seconds)
-    return Columns(_rows({"response_text": [""] * table.num_rows}))
+    return Columns(stages.table({"response_text": [""] * table.num_rows}))
 
 
 @stage(consumes=["sample_id"], produces=["finish_reason"], role="train", streams=True)
 async def reference(inputs: Inputs, context: Context, *, seconds: float) -> Columns:
     table = await _scored(inputs, context, seconds)
-    return Columns(_rows({"finish_reason": ["stop"] * table.num_rows}))
-
-
-@stage(consumes=["response_text", "finish_reason"], output="selection")
-async def advantage(inputs: Inputs, context: Context) -> Selection:
-    assert inputs.table is not None
-    return Selection(range(inputs.table.num_rows))
+    return Columns(stages.table({"finish_reason": ["stop"] * table.num_rows}))
 
 
 @stage(consumes=["sample_id"], output="policy", role="train")

@@ -69,6 +69,11 @@ def metric(name: str) -> Metric:
     return next(m for m in METRICS if fnmatchcase(name, m.pattern))
 
 
+def accounted(history: Mapping[int, Mapping[str, float]]) -> dict[int, Mapping[str, float]]:
+    """The metrics of iterations that were accounted for; of others the ledger has what their stages measured so far."""
+    return {number: values for number, values in history.items() if "time/iteration" in values}
+
+
 def write_metrics(path: Path, history: Mapping[int, Mapping[str, float]]) -> None:
     """Write one row an iteration and one float64 column a metric; null where an iteration has no value. Atomic.
 

@@ -10,7 +10,7 @@ from prefect.logging import get_run_logger
 
 from data.accounts import RUNNING, StageRow
 from data.crash import crash_point
-from data.metrics import write_metrics
+from data.metrics import accounted, write_metrics
 from flows.balance import check_ended, group_counts
 from flows.bias import BiasReport, read_samples
 from flows.pool_time import (
@@ -22,7 +22,7 @@ from flows.pool_time import (
     unaccounted,
     working_seconds,
 )
-from flows.prefect_server import MOST_RESTARTS, until_up
+from flows.prefect_server import Outages
 from flows.throughput import discarded, throughput
 
 if TYPE_CHECKING:
@@ -50,21 +50,19 @@ async def account(run: "Run", number: int) -> None:
     values |= bias.metrics() if bias else {}
     run.ledger.accounts.record_metrics(number, values, accounted=now)
     run.history[number] = run.history.get(number, {}) | values
-    write_metrics(run.folder / "metrics.parquet", {n: v for n, v in run.history.items() if "time/iteration" in v})
+    write_metrics(run.folder / "metrics.parquet", accounted(run.history))
     line = run.table.line(number, run.history[number])
     run.display.iteration_done(number, line)
     get_run_logger().info(line)  # for readers of the UI
     if bias:
         _warn(run, number, bias)
-    await _show(
-        run,
-        [
-            Shown("stage-waits", stage_waits(stages), f"Iteration {number}: seconds each stage worked and waited"),
-            Shown("pool-seconds", pool_table(pools, values["time/iteration"]), f"Iteration {number}: where they went"),
-            Shown("metrics", _rounded(run.history[number]), f"Iteration {number} of {run.name}"),
-            *([_of_bias(number, bias)] if bias else []),
-        ],
-    )
+    which, wall = f"Iteration {number}", values["time/iteration"]
+    tables = [
+        Shown("stage-waits", stage_waits(stages), f"{which}: seconds each stage worked and waited, by cause"),
+        Shown("pool-seconds", pool_table(pools, wall), f"{which}: where each second of each pool went"),
+        Shown("metrics", _rounded(run.history[number]), f"{which} of {run.name}"),
+    ]
+    await _show(run, [*tables, _of_bias(number, bias)] if bias else tables)
     crash_point(f"{number}/iteration/ended")
 
 
@@ -79,17 +77,13 @@ class Shown(NamedTuple):
 async def _show(run: "Run", tables: Sequence[Shown]) -> None:
     """Hand them to Prefect; a server that is away is waited for here, since other iterations are at work meanwhile."""
     for key, table, description in tables:
-        outages = 0
+        outages = Outages(run.display.message)
         while True:
             try:
                 await acreate_table_artifact(key=key, table=table, description=description)
                 break
             except httpx.TransportError as error:
-                outages += 1
-                if outages > MOST_RESTARTS:
-                    raise
-                run.display.message(f"warning: Prefect is away ({error}); waiting for it")
-                await until_up()
+                await outages.over(error)
 
 
 def _rounded(values: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from conf.errors import DataError, RunError
 from data.issued import PROMPTS, issued_groups
 from data.ledger import Ledger
 from data.manifest import Manifest
+from data.metrics import accounted
 from data.refs import DatasetRef
 from data.store import Store
 from flows.graph import Graph
@@ -114,7 +115,7 @@ def imbalances(books: Books, over: bool, behind: bool = False) -> Iterator[tuple
 
 def check_ended(store: Store, ledger: Ledger, graph: Graph, history: History, iteration: int) -> None:
     """Prove the balance at an iteration's end, before it is accounted for. Raises RunError naming groups."""
-    left = (number for number in ledger.groups.waiting() if _accounted(history, number))
+    left = ledger.groups.waiting().keys() & accounted(history).keys()
     _check(store, ledger, graph, {**dict.fromkeys(left, True), iteration: True})
 
 
@@ -126,7 +127,8 @@ def check_resumed(store: Store, ledger: Ledger, graph: Graph, history: History) 
     from flows.stages import settle  # brings Prefect along
 
     rolled_back = max((row.iteration for row in ledger.versions() if row.rollback_of is not None), default=0)
-    last = max((number for number in history if _accounted(history, number)), default=0)
+    ended = accounted(history)
+    last = max(ended, default=0)
     begun = takewhile(lambda number: store.find(number, PROMPTS), count(max(last, rolled_back) + 1))
     iterations = sorted({*ledger.groups.waiting(), *begun})
     try:
@@ -135,12 +137,8 @@ def check_resumed(store: Store, ledger: Ledger, graph: Graph, history: History) 
                 settle(store, ledger, node, number)
     except DataError as error:
         raise RunError(f"run {store.run} does not balance: {error}; `ratchet fsck` says more") from error
-    over = {number: number <= rolled_back or _accounted(history, number) for number in iterations}
+    over = {number: number <= rolled_back or number in ended for number in iterations}
     _check(store, ledger, graph, over)
-
-
-def _accounted(history: History, iteration: int) -> bool:
-    return "time/iteration" in history.get(iteration, {})
 
 
 def _check(store: Store, ledger: Ledger, graph: Graph, iterations: Mapping[int, bool]) -> None:

@@ -14,6 +14,7 @@ from conf.schema import Experiment
 from data.accounts import StageRow
 from data.issued import PROMPTS
 from data.ledger import Ledger
+from data.metrics import accounted
 from data.refs import DatasetRef
 from data.store import Store
 from flows.balance import IN_FLIGHT, WAITING, Books, imbalances, read_books
@@ -75,7 +76,7 @@ def conservation(folder: Path) -> Conservation:
         stages, history = ledger.accounts.stages(), ledger.accounts.metrics()
     finally:
         ledger.close()
-    over = {number for number, values in history.items() if "time/iteration" in values}
+    over = accounted(history)
     by_iteration: dict[int, list[tuple[StageRow, float]]] = {}
     for row, seconds in zip(stages, shared_seconds(stages), strict=True):
         by_iteration.setdefault(row.iteration, []).append((row, seconds))

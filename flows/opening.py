@@ -19,6 +19,7 @@ from conf.pools import co_located
 from conf.schema import Experiment
 from data.ledger import Ledger, RunInfo
 from data.leftovers import clean_up
+from data.metrics import accounted
 from data.refs import PolicyRef
 from data.run_lock import lock_run
 from data.store import Store
@@ -97,7 +98,7 @@ class Run:
 
         Those that had begun before a roll-back are over, as they are.
         """
-        done = [n for n, values in self.history.items() if "time/iteration" in values]
+        done = [*accounted(self.history)]
         done += [row.iteration for row in self.ledger.versions() if row.rollback_of is not None]
         return range(max(done, default=0) + 1, self.experiment.iterations + 1)
 

@@ -27,7 +27,7 @@ from flows.graph import CHECKPOINT, load_graph
 from flows.pool_time import Period, session_ends, working_spans
 from flows.schedule import fresh_enough
 from flows.stage_times import Recorded
-from flows.steps import Step, Took, due, steps_of
+from flows.steps import Step, Took, due, opens, steps_of
 from flows.waits import HANDOVER, POOL, QUEUE, REWARD, UPSTREAM, WEIGHTS
 
 
@@ -134,9 +134,7 @@ class _Reading:
         self.steps = {step.name: step for step in steps}
         does = {step.does: step.name for step in self.steps.values()}
         self.rolling, self.publish = does.get("rollout"), does["publish"]
-        self.opens = (
-            self.rolling if self.rolling and self.schedule.ahead else does["update"]
-        )  # its start: the next batch
+        self.opens = does[opens(does, self.schedule)]
         self.at: dict[str, list[str]] = {}  # pool -> steps
         for step in self.steps.values():
             self.at.setdefault(step.pool, []).append(step.name)

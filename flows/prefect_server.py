@@ -171,6 +171,21 @@ async def until_up() -> None:
             await asyncio.sleep(0.5)
 
 
+class Outages:
+    """Those of a server at one and the same place: waited for, but no more of them than it is started again."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._count = say, 0
+
+    async def over(self, error: httpx.TransportError) -> None:
+        """Wait until the server that gave this error answers again. Raises the error where it was one too many."""
+        self._count += 1
+        if self._count > MOST_RESTARTS:
+            raise error
+        self._say(f"warning: Prefect is away ({error}); waiting for it")
+        await until_up()
+
+
 def serve_ui(port: int) -> int:
     """Serve the UI in the foreground until Ctrl-C; gives the exit code."""
     server, url = _start(port)

@@ -16,7 +16,7 @@ from conf.errors import RatchetError, StageError
 from data.crash import crash_point
 from flows.account import account
 from flows.opening import Run, open_run
-from flows.prefect_server import MOST_RESTARTS, retry_soon, until_up
+from flows.prefect_server import Outages, retry_soon
 from flows.schedule import Window
 from flows.stages import run_stage
 from tasks.together import all_or_first_error
@@ -53,10 +53,10 @@ async def rl_run(
 async def _iterations(run: Run) -> None:
     """All of them; again, from where they stand, where the Prefect server was away in the middle."""
     retry_soon()
-    outages, reached = 0, 0
+    outages, reached = Outages(run.display.message), 0
     while remaining := run.remaining():
-        outages = outages if remaining.start == reached else 0
-        reached = remaining.start
+        if remaining.start != reached:
+            outages, reached = Outages(run.display.message), remaining.start
         run.window = Window(run.experiment, run.graph)
         try:
             async with all_or_first_error() as tasks:
@@ -64,11 +64,7 @@ async def _iterations(run: Run) -> None:
                     tasks.create_task(iteration(number))
                     await run.window.next_begins(number)
         except httpx.TransportError as error:  # engines' and the trainer's have types of their own
-            outages += 1
-            if outages > MOST_RESTARTS:
-                raise
-            run.display.message(f"warning: Prefect is away ({error}); waiting for it")
-            await until_up()
+            await outages.over(error)
 
 
 # persist_result: where Prefect retries the run, it runs a subflow without a result again, and gives no other one's.

@@ -11,7 +11,7 @@ from conf.errors import RunError
 from conf.load import load_experiment
 from data.accounts import SessionRow, StageRow
 from data.ledger import Ledger
-from data.metrics import aggregate
+from data.metrics import accounted, aggregate
 from flows.display import LineTable
 from flows.graph import load_graph
 from flows.pool_time import CAUSES, run_seconds, working_seconds
@@ -59,8 +59,7 @@ def read_report(run: str) -> Report:
     graph = load_graph(experiment)
     roles = [(node.name, node.stage.role) for node in graph]
     pools = run_seconds(sessions, stages, dict.fromkeys(node.pool for node in graph))
-    finished = {n: values for n, values in history.items() if "time/iteration" in values}
-    return Report(folder, info.state, finished, stages, sessions, roles, groups, experiment.iterations, pools)
+    return Report(folder, info.state, accounted(history), stages, sessions, roles, groups, experiment.iterations, pools)
 
 
 def print_table(report: Report, console: Console) -> None:

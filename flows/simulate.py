@@ -21,7 +21,8 @@ from types import MappingProxyType
 import simpy
 
 from conf.schema import Schedule
-from flows.steps import Slot, Step, Took, due, publishes
+from flows.schedule import fresh_enough
+from flows.steps import Slot, Step, Took, due, opens, publishes
 
 # Causes that are no stage's name. Outside stages: orchestration, accounting.
 FULL_QUEUE, HAND_OVER, NOTHING_LEFT, OUTSIDE = "full queue", "hand-over", "nothing left", "outside stages"
@@ -170,9 +171,7 @@ class _Simulation:
         self.followers = {step.name: [s.name for s in steps if step.name in self.follows[s.name]] for step in steps}
         self.pools = {step.pool: _Pool(step.pool) for step in steps if step.pool not in shared}
         self.does = {step.does for step in steps}
-        self.opens = (
-            "rollout" if schedule.ahead and "rollout" in self.does else "update"
-        )  # the next batch, by its start
+        self.opens = opens(self.does, schedule)
         self.slots: list[Slot] = []
         self.open: dict[int, dict[str, Slot]] = {}  # batch -> its slots by step, until all have ended
         self.unfinished: dict[int, int] = {}  # batch -> stages
@@ -236,7 +235,7 @@ class _Simulation:
         """Let the rollout that is held go on if the one before has ended, its lag is kept and its batch has room."""
         if (slot := self.held) is None or self.rolled < slot.batch - 1:
             return
-        if "update" in self.does and self.committed < slot.batch - 1 - self.schedule.lag_limit:
+        if "update" in self.does and self.committed < fresh_enough(self.schedule, slot.batch):
             return
         if "update" in self.does and not self.room.reserve(slot.batch):
             return

@@ -52,7 +52,7 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -
         if found := run.store.find(iteration, node.name):
             run.window.began(node, iteration)
             output.append(found)
-            _committed(run, node, iteration, found)
+            _committed(run, node, iteration)
             return found, True
         with run.clock(iteration, node) as clock:
             urgent = _urgent(node)
@@ -70,7 +70,7 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -
                 ref = await _timed(run, node, iteration, refs, clock, arriving)
         crash_point(f"{iteration}/{node.name}/committed")
         output.append(ref)
-        _committed(run, node, iteration, ref)
+        _committed(run, node, iteration)
         return ref, False
 
     await _stage_task(node.name, iteration, quote(body))
@@ -90,12 +90,13 @@ async def _through(window: Window, node: GraphNode, iteration: int, clock: Clock
         gate.future.result()
 
 
-def _committed(run: "Run", node: GraphNode, iteration: int, ref: Ref) -> None:
+def _committed(run: "Run", node: GraphNode, iteration: int) -> None:
     """Bring ledger, run and schedule to what the committed output says."""
     manifest = settle(run.store, run.ledger, node, iteration)
-    if node.stage.name == "update" and isinstance(ref, PolicyRef):
-        run.trained = ref
-    if manifest and node.name in run.window.rollouts:
+    assert manifest is not None  # it is committed
+    if node.stage.name == "update" and isinstance(manifest.ref, PolicyRef):
+        run.trained = manifest.ref
+    if node.name in run.window.rollouts:
         run.window.rolled(iteration, manifest, trained=run.store.find(iteration, run.window.update) is not None)
 
 

@@ -3,7 +3,7 @@
 The planner simulates it (flows/simulate.py), and reads a past run by it (flows/past_run.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -73,6 +73,11 @@ class Slot:
 
 def publishes(batch: int, batches: int, schedule: Schedule) -> bool:
     return batch % schedule.publish_every == 0 or batch == batches
+
+
+def opens(does: Collection[str], schedule: Schedule) -> Literal["rollout", "update"]:
+    """What lets the next batch begin as it starts, of what the steps do."""
+    return "rollout" if schedule.ahead and "rollout" in does else "update"
 
 
 def due(steps: Sequence[Step], batch: int, batches: int, schedule: Schedule) -> list[Step]:

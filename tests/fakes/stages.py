@@ -20,10 +20,10 @@ PACE: dict[tuple[int, str], Callable[[Context], Awaitable[object]]] = {}
 PROMPTS = ["group_id", "prompt_index", "prompt_text", "answer"]
 
 
-def _table(names: list[str], values: Mapping[str, Sequence[object]]) -> pa.Table:
-    return pa.table(
-        [pa.array(values[n], column(n).type) for n in names], schema=pa.schema([column(n).field for n in names])
-    )
+def table(values: Mapping[str, Sequence[object]]) -> pa.Table:
+    """Columns of the declared types."""
+    schema = pa.schema([column(name).field for name in values])
+    return pa.table([pa.array(values[name], schema.field(name).type) for name in values], schema=schema)
 
 
 async def _pace(context: Context, name: str, seconds: float) -> None:
@@ -38,8 +38,7 @@ async def prompts(inputs: Inputs, context: Context) -> Rows:
     groups = [f"i{context.iteration:06d}-g{g:03d}" for g in range(2)]
     first = 2 * (context.iteration - 1)
     return Rows(
-        _table(
-            PROMPTS,
+        table(
             {"group_id": groups, "prompt_index": [first, first + 1], "prompt_text": ["a", "b"], "answer": ["1", "2"]},
         )
     )
@@ -50,18 +49,14 @@ async def rollout(inputs: Inputs, context: Context, *, seconds: float = 0.0) -> 
     assert inputs.table is not None
     await _pace(context, "rollout", seconds)
     groups = inputs.table["group_id"].to_pylist() * 2
-    return Rows(
-        _table(
-            ["sample_id", "group_id"], {"sample_id": [f"{g}-s{i}" for i, g in enumerate(groups)], "group_id": groups}
-        )
-    )
+    return Rows(table({"sample_id": [f"{g}-s{i}" for i, g in enumerate(groups)], "group_id": groups}))
 
 
 @stage(consumes=["sample_id"], produces=["response_text"])
 async def reward(inputs: Inputs, context: Context, *, seconds: float = 0.0) -> Columns:
     assert inputs.table is not None
     await _pace(context, "reward", seconds)
-    return Columns(_table(["response_text"], {"response_text": [""] * inputs.table.num_rows}))
+    return Columns(table({"response_text": [""] * inputs.table.num_rows}))
 
 
 @stage(consumes=["sample_id"], produces=["response_text"])
@@ -74,7 +69,7 @@ async def issues_a_stray(inputs: Inputs, context: Context) -> Output:
 @stage(consumes=["sample_id"], produces=["finish_reason"], role="train")
 async def reference(inputs: Inputs, context: Context) -> Columns:
     assert inputs.table is not None
-    return Columns(_table(["finish_reason"], {"finish_reason": ["stop"] * inputs.table.num_rows}))
+    return Columns(table({"finish_reason": ["stop"] * inputs.table.num_rows}))
 
 
 @stage(consumes=["response_text", "finish_reason"], output="selection")

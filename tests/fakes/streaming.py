@@ -2,7 +2,7 @@
 
 from data.refs import DatasetRef
 from tasks.stage import Columns, Context, Group, Inputs, Rows, stage
-from tests.fakes.stages import _table
+from tests.fakes.stages import table
 
 EVENTS: list[str] = []
 
@@ -22,11 +22,11 @@ async def rollout(inputs: Inputs, context: Context) -> Rows:
         own = _rows(group)
         rows = {name: [*rows[name], *own[name]] for name in rows}
         EVENTS.append(f"generated {group}")
-        stream.put(Group(group, lambda own=own: _table(list(own), own)))  # type: ignore[misc]
+        stream.put(Group(group, lambda own=own: table(own)))  # type: ignore[misc]
         while stream.verdict(group) is None:
             await stream.judged.wait()
             stream.judged.clear()
-    return Rows(_table(list(rows), rows))
+    return Rows(table(rows))
 
 
 @stage(consumes=["sample_id"], produces=["response_text"], streams=True)
@@ -40,7 +40,7 @@ async def reward(inputs: Inputs, context: Context) -> Columns:
     assert isinstance(whole.dataset, DatasetRef)
     assert whole.table is not None
     EVENTS.append(f"whole {whole.dataset.stage}")
-    return Columns(_table(["response_text"], {"response_text": [""] * whole.table.num_rows}))
+    return Columns(table({"response_text": [""] * whole.table.num_rows}))
 
 
 @stage(consumes=["sample_id"], produces=["finish_reason"], role="train", streams=True)
@@ -55,7 +55,7 @@ async def reference(inputs: Inputs, context: Context) -> Columns:
     whole = await inputs.whole()
     assert whole.table is not None
     EVENTS.append(f"whole {whole.table.num_rows}")
-    return Columns(_table(["finish_reason"], {"finish_reason": ["stop"] * whole.table.num_rows}))
+    return Columns(table({"finish_reason": ["stop"] * whole.table.num_rows}))
 
 
 @stage(consumes=["sample_id"], produces=["response_text"], streams=True)

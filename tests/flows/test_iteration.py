@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 
 from conf.errors import StageError
 from conf.schema import Node
-from flows import account
+from flows import account, prefect_server
 from flows.pool_time import CAUSES, run_seconds
 from flows.pools import Leases
 from flows.run import RUN, iteration
@@ -139,7 +139,7 @@ def test_a_prefect_server_that_is_away_when_an_iteration_is_accounted_for_is_wai
     async def up() -> None: ...
 
     monkeypatch.setattr(account, "acreate_table_artifact", away)
-    monkeypatch.setattr(account, "until_up", up)
+    monkeypatch.setattr(prefect_server, "until_up", up)
     events = asyncio.run(noop_flow(str(tmp_path / "a"), 1, nodes()))
     said = [f"warning: Prefect is away ({why}); waiting for it" for why in ("reset", "refused")]
     assert [event[1] for event in events if event[0] == "message"] == said
