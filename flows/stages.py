@@ -55,6 +55,7 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -
             _committed(run, node, iteration)
             return found, True
         with run.clock(iteration, node) as clock:
+            clock.coming = True
             urgent = _urgent(node)
             role: Role = "publish" if urgent else node.stage.role
 
@@ -129,6 +130,7 @@ async def _timed(
     run: "Run", node: GraphNode, iteration: int, refs: Mapping[str, Ref], clock: Clock, arriving: Arriving | None
 ) -> Ref:
     """Run the stage; its clock stops while it still has the pool. What it raises says which stage it was."""
+    clock.coming = False
     run.display.stage_begun(iteration, node.name)
     run.moved = time.monotonic()
     try:

@@ -49,6 +49,7 @@ class Clock:
     spans: list[Wait] = field(default_factory=list)
     under_way: Wait | None = None
     message: str = ""  # of the wait under way
+    coming: bool = False  # it has not begun: what passes from its start, or from one wait, to the next is of that next
     spent: dict[str, Counter[str]] = field(default_factory=lambda: {cost: Counter() for cost in get_args(Spending)})
 
     @contextmanager
@@ -57,7 +58,7 @@ class Clock:
 
         on: nodes of the same iteration, where it is their output that is not there.
         """
-        began = time.time()
+        began = (self.spans[-1].end if self.spans else self.started) if self.coming else time.time()
         self.under_way, self.message = Wait(cause, began, began, tuple(on)), message
         _set_state(cause, message)
         try:

@@ -35,6 +35,20 @@ def test_an_attempt_is_a_row_as_far_as_it_has_come() -> None:
         clock.spend("money", "g0", 1)  # type: ignore[arg-type]
 
 
+def test_until_an_attempt_has_begun_all_of_it_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes on its way from one wait to the next is no work: it does not hold its pool, and others work there."""
+    clock = Clock(3, "update", "train", "train", started=10.0, coming=True)
+    moments = iter([14.0, 16.0, 20.0, 21.0])
+    monkeypatch.setattr("flows.waits.time.time", lambda: next(moments))
+    for cause in (UPSTREAM, POOL):
+        with clock.waiting(cause, ""):
+            pass
+    clock.coming = False
+    with clock.waiting(UPSTREAM, ""):  # for the next group, of a stage that streams
+        pass
+    assert clock.spans == [Wait(UPSTREAM, 10.0, 14.0), Wait(POOL, 14.0, 16.0), Wait(UPSTREAM, 20.0, 21.0)]
+
+
 def test_a_block_that_raises_is_an_attempt_that_failed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     held = Clocks(ledger)
