@@ -7,11 +7,13 @@ behind, which the next start makes good: groups are compared up to the iteration
 """
 
 import hashlib
+import os
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -158,12 +160,11 @@ class _Check:
         self._closed("checkpoints", re.compile(r"\d{6}(\.damaged)?"))
 
     def _refuse_links(self, path: Path) -> None:
-        if path.is_symlink():
-            found = f"found a link to {path.readlink()}"
-            self.report.problem(path, f"expected a file or folder of the run, {found}; {NOT_OURS}")
-        elif path.is_dir():
-            for entry in sorted(path.iterdir()):
-                self._refuse_links(entry)
+        inside = [] if path.is_symlink() else os.walk(path)  # which passes over a folder that goes meanwhile
+        for entry in (path, *sorted(Path(folder, name) for folder, *names in inside for name in chain(*names))):
+            if entry.is_symlink():
+                found = f"found a link to {entry.readlink()}"
+                self.report.problem(entry, f"expected a file or folder of the run, {found}; {NOT_OURS}")
 
     def _closed(self, name: str, known: re.Pattern[str], prefix: str = "") -> None:
         """Nothing in the folder but what is known, or unfinished."""
@@ -267,17 +268,20 @@ class _Check:
         trained = {row.dataset.rpartition("@")[2] for row in self.versions.values() if row.dataset}
         for path in sorted((self.root / "data" / "objects").glob("*")):
             match = OBJECT.fullmatch(path.name)
-            if not match or not path.exists():  # gone: `ratchet gc` goes on beside
+            if not match:
                 continue
-            self._looked_at(path.lstat().st_size)
+            self._looked_at(size(path))
             if path.name in used:
                 continue  # proven with its manifest
-            with self.report.expecting(path, "remove it: nothing refers to it"):
-                if (found := _digest(path)) != match[1]:
-                    what = f"expected the SHA-256 in its name, found {found}"
-                    self.report.problem(path, f"{what}; remove it: nothing refers to it")
+            found = _Report(self.root)
+            with found.expecting(path, "remove it: nothing refers to it"):
+                if (digest := _digest(path)) != match[1]:
+                    what = f"expected the SHA-256 in its name, found {digest}"
+                    found.problem(path, f"{what}; remove it: nothing refers to it")
                 elif path.stem[:12] not in trained and not self.held:
-                    self.report.note(path, "nothing refers to it; `ratchet gc` removes it")
+                    found.note(path, "nothing refers to it; `ratchet gc` removes it")
+            if path.exists():  # else `ratchet gc` goes on beside
+                self.report.findings += found.findings
 
     # ---------------------------------------------------------------- weights
 
@@ -311,7 +315,7 @@ class _Check:
                 self._agree(folder, manifest, self.versions[number], found)
         self._looked_at(count)
         state = self._state(number) if self.info else ""
-        if state in ("RETIRED", "DELETED") and not folder.exists():
+        if state not in NEEDED and not folder.exists():
             return  # deleted while we looked
         if state == "DELETED":
             self.report.problem(folder, f"expected nothing of a DELETED version, found {count:,} bytes; {NOT_OURS}")

@@ -94,12 +94,16 @@ def clean_up(run_dir: Path, ledger: Ledger) -> str:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; 0 for nothing. A link counts as itself."""
-    if not os.path.lexists(path):
+    """Bytes of a file, or of all files below a folder; 0 for what is not there, or goes meanwhile.
+
+    A link counts as itself.
+    """
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return path.lstat().st_size
+        return sum(size(entry) for entry in path.iterdir())
+    except FileNotFoundError:
         return 0
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size
-    return sum(size(entry) for entry in path.iterdir())
 
 
 def _delete(path: Path) -> Callable[[], object]:

@@ -1,11 +1,13 @@
 """fsck: quiet about whatever a run or a kill may leave, and it finds everything else, whichever byte it is."""
 
 import hashlib
+import os
 import re
 import shutil
 import sqlite3
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +21,9 @@ from hypothesis import strategies as st
 from conf.errors import RatchetError, RunError
 from data.checkpoints import check_files, read_checkpoint
 from data.fsck import Finding, fsck
+from data.ledger import Ledger
 from data.refs import DatasetRef
+from data.retention import checkpoints, delete_checkpoint, retire
 from data.run_lock import lock_run
 from data.store import Store
 from data.weights import verify
@@ -115,6 +119,52 @@ def test_beside_a_run_that_goes_on_it_reports_nothing(tmp_path: Path, toy_model:
     assert writer.returncode == 0
     assert looked >= 2
     assert problems(folder) == []
+
+
+def test_whatever_a_run_deletes_before_any_look_at_it_is_no_fault(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each place from which fsck looks at weights or checkpoints: a pass of retention goes by just before it."""
+    folder = tmp_path / pristine.name
+    seen = list[tuple[object, ...]]()
+    passes = 0
+
+    def retention() -> None:
+        nonlocal passes
+        passes += 1
+        ledger = Ledger(folder / "ledger.sqlite")
+        for _ in range(2):
+            for doomed in retire(ledger, folder / "weights", keep=1):
+                shutil.rmtree(doomed)
+        for old in checkpoints(folder)[:-1]:
+            delete_checkpoint(old)
+        ledger.close()
+
+    def after_a_pass(look: Callable[..., object]) -> Callable[..., object]:
+        def looked(path: object = ".", *args: object, **more: object) -> object:
+            below = isinstance(path, str | os.PathLike) and re.search("/(weights|checkpoints)(/|$)", os.fspath(path))
+            if below and not passes:
+                code = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+                place = (look, *(at for at in code if "/data/" in at[0]))
+                if place not in seen:
+                    seen.append(place)
+                    retention()
+            return look(path, *args, **more)
+
+        return looked
+
+    while True:
+        subprocess.run(["cp", "-a", str(pristine), str(tmp_path)], check=True)
+        with monkeypatch.context() as patch, lock_run(folder):
+            for name in ("stat", "lstat", "listdir", "scandir", "open", "readlink"):
+                patch.setattr(os, name, after_a_pass(getattr(os, name)))
+            assert fsck(folder) == [], f"before {seen[-1]}"
+        subprocess.run(["chmod", "-R", "u+w", str(folder)], check=True)
+        shutil.rmtree(folder)
+        if not passes:
+            break
+        passes = 0
+    assert len(seen) > 20
 
 
 def test_what_a_killed_run_left_unfinished_is_a_note_unless_somebody_has_the_run(folder: Path) -> None:
