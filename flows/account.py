@@ -35,6 +35,7 @@ async def account(run: "Run", number: int) -> None:
     Its time is all since the last accounting: what that took, and what stages of other iterations did meanwhile.
     Raises RunError, with nothing accounted for, where a group is not trained or dropped exactly once.
     """
+    await run.clocks.give_way()  # what follows computes for some 10 ms at a time, in which no stage could begin
     check_ended(run.store, run.ledger, run.graph, run.history, number)
     stages, now = run.ledger.accounts.stages(number), time.time()
     rows, periods = _since_last(run, now)

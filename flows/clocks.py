@@ -11,6 +11,7 @@ from flows.waits import Clock
 from tasks.together import all_or_first_error
 
 WRITE_S = 2.0  # so much of a process that is killed is not known
+GLANCE_S = 0.005
 
 
 class Clocks:
@@ -34,6 +35,13 @@ class Clocks:
             clock.stop()
             self._ledger.accounts.record_stage(clock.row(state))
             self._running.discard(clock)
+
+    async def give_way(self) -> None:
+        """Wait until no stage is about to begin: one that has all it waited for, and needs the loop for a moment."""
+        while True:
+            await asyncio.sleep(GLANCE_S)
+            if not any(clock.coming and not clock.under_way for clock in self):
+                return
 
     def write(self) -> None:
         """Put into the ledger how far each has come, and that this process is there."""

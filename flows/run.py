@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from prefect import flow, runtime
 
-from conf.errors import RatchetError, StageError
+from conf.errors import StageError
 from data.crash import crash_point
 from flows.account import account
 from flows.opening import Run, open_run
@@ -75,8 +75,7 @@ async def iteration(number: int) -> None:
     They also wait for stages of the iterations before, as the schedule has it (flows/schedule.py).
     """
     run = RUN.get()
-    opened = run.window.open(number)
-    try:
+    async with run.window.under_way(number) as opened:
         async with all_or_first_error() as tasks:
             for node in run.due(number):
                 needs = {need: opened.stages[need] for need in node.needs}
@@ -84,13 +83,9 @@ async def iteration(number: int) -> None:
             opened.checkpoint = tasks.create_task(_checkpoint(run, number))
             for rollout in run.window.rollouts:
                 tasks.create_task(_tail(run, number, rollout))
-    except RatchetError:
-        await run.window.fail(number)
-        raise
-    crash_point(f"{number}/stages/ended")
-    await run.window.in_order(number)
-    await account(run, number)
-    run.window.close(number)
+        crash_point(f"{number}/stages/ended")
+        await run.window.in_order(number)
+        await account(run, number)
 
 
 async def _checkpoint(run: Run, number: int) -> None:

@@ -9,9 +9,11 @@ away for its age, and the update checks it once more.
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from conf.errors import RatchetError
 from conf.pools import co_located
 from conf.schema import Experiment, Schedule
 from data.issued import PROMPTS
@@ -65,15 +67,21 @@ def fresh_enough(schedule: Schedule, number: int) -> int:
     return math.ceil((number - 1 - schedule.lag_limit) / schedule.publish_every) * schedule.publish_every
 
 
+def _future() -> "asyncio.Future[None]":
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass
 class Iteration:
     """An iteration under way: its stages, and what later ones wait for."""
 
-    rolling: asyncio.Future[None]  # its rollout was let in
-    training: asyncio.Future[None]  # its update was let in
-    tail: asyncio.Future[None]  # its rollout leaves engines idle, or has ended: the next rollout may begin
-    ended: asyncio.Future[None]  # it is accounted for
-    failed: asyncio.Future[None]  # one of its stages has
+    rolling: asyncio.Future[None] = field(default_factory=_future)  # its rollout is at work
+    training: asyncio.Future[None] = field(default_factory=_future)  # its update is at work
+    # Its rollout leaves engines idle, or has ended: the next rollout may begin.
+    tail: asyncio.Future[None] = field(default_factory=_future)
+    ended: asyncio.Future[None] = field(default_factory=_future)  # it is accounted for
+    failed: asyncio.Future[None] = field(default_factory=_future)  # it is not going to be
+    over: asyncio.Future[None] = field(default_factory=_future)  # nothing of it is under way any more
     stages: dict[str, asyncio.Task[Ref]] = field(default_factory=dict)
     checkpoint: asyncio.Task[None] | None = None
 
@@ -94,13 +102,29 @@ class Window:
 
     def open(self, number: int) -> Iteration:
         """The iteration, which is under way from the first time it is asked for."""
-        if number not in self.iterations:
-            future = asyncio.get_running_loop().create_future
-            self.iterations[number] = Iteration(future(), future(), future(), future(), future())
-        return self.iterations[number]
+        return self.iterations.setdefault(number, Iteration())
+
+    @asynccontextmanager
+    async def under_way(self, number: int) -> AsyncIterator[Iteration]:
+        """The block is the iteration: what those beside it wait for happens, however it ends.
+
+        Where it fails, those before it come to their end first: they need nothing of it.
+        """
+        opened = self.open(number)
+        try:
+            yield opened
+            _done(opened.ended)
+            self.iterations.pop(number - 1, None)  # it has served
+        except RatchetError:
+            _done(opened.failed)
+            if before := self.iterations.get(number - 1):
+                await before.over  # not `ended`: it may have failed too, and be what failed here
+            raise
+        finally:
+            _done(opened.over)
 
     async def next_begins(self, number: int) -> None:
-        """Wait until the iteration after it may open: once its rollout was let in; in step, its update."""
+        """Wait until the iteration after it may open: once its rollout is at work; in step, its update."""
         opened = self.open(number)
         await (opened.rolling if self.experiment.schedule.ahead else opened.training)
 
@@ -110,17 +134,6 @@ class Window:
             await before.ended
         if after := self.iterations.get(number + 1):
             await asyncio.wait([after.rolling, after.failed], return_when=asyncio.FIRST_COMPLETED)
-
-    async def fail(self, number: int) -> None:
-        """A stage of the iteration has failed: wait until those before it, which need nothing of it, have ended."""
-        _done(self.iterations[number].failed)
-        if before := self.iterations.get(number - 1):
-            await before.ended
-
-    def close(self, number: int) -> None:
-        """The iteration is accounted for; the one before it has served."""
-        _done(self.iterations[number].ended)
-        self.iterations.pop(number - 1, None)
 
     def gates(self, node: GraphNode, number: int) -> Iterator[Gate]:
         """In the order in which they are to be waited for: each is asked for when the one before it is through."""
@@ -149,7 +162,7 @@ class Window:
             yield Gate(WEIGHTS, f"{self.publish} of iteration {needed}", opened.stages[self.publish])
 
     def began(self, node: GraphNode, number: int) -> None:
-        """The stage has its pool, or its output was there already."""
+        """The stage has its pool and its inputs, or its output was there already."""
         opened = self.iterations[number]
         if node.name in self.rollouts:
             _done(opened.rolling)

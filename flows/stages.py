@@ -67,7 +67,6 @@ async def run_stage(run: "Run", node: GraphNode, iteration: int, needs: Needs) -
             refs = {} if arriving else await _upstream(run, needs, clock)
             await _through(run.window, node, iteration, clock)
             async with nullcontext() if arriving else pool():
-                run.window.began(node, iteration)
                 ref = await _timed(run, node, iteration, refs, clock, arriving)
         crash_point(f"{iteration}/{node.name}/committed")
         output.append(ref)
@@ -130,7 +129,6 @@ async def _timed(
     run: "Run", node: GraphNode, iteration: int, refs: Mapping[str, Ref], clock: Clock, arriving: Arriving | None
 ) -> Ref:
     """Run the stage; its clock stops while it still has the pool. What it raises says which stage it was."""
-    clock.coming = False
     run.display.stage_begun(iteration, node.name)
     run.moved = time.monotonic()
     try:
@@ -161,6 +159,8 @@ async def _produce(
 ) -> Ref:
     inputs = Inputs({}, None, None, arriving) if arriving else await asyncio.to_thread(_read, run, node, refs)
     crash_point(f"{iteration}/{node.name}/begun")
+    clock.coming = False
+    run.window.began(node, iteration)  # whoever waits for it goes on once the stage's own work has begun
     output = await node.stage.run(inputs, run.context(iteration, node.name, clock), **node.options)
     inputs = await inputs.whole()
     crash_point(f"{iteration}/{node.name}/computed")

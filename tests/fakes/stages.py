@@ -104,6 +104,14 @@ async def fails(inputs: Inputs, context: Context) -> Columns:
     raise ValueError("this stage fails")
 
 
+@stage(consumes=["sample_id"], produces=["finish_reason"])
+async def aside(inputs: Inputs, context: Context) -> Columns:
+    """Nothing needs it."""
+    assert inputs.table is not None
+    await _pace(context, "aside", 0.0)
+    return Columns(table({"finish_reason": ["stop"] * inputs.table.num_rows}))
+
+
 @stage(consumes=["sample_id"])
 async def sleeps(inputs: Inputs, context: Context) -> Columns:
     await asyncio.sleep(3600)

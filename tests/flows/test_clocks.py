@@ -159,3 +159,26 @@ def test_a_process_that_only_starts_is_known_to_have_been_there(tmp_path: Path) 
 
     asyncio.run(main())
     assert clocks.WRITE_S <= 5  # "a few seconds" (docs/stages.md)
+
+
+def test_who_gives_way_goes_on_when_no_stage_is_about_to_begin(tmp_path: Path) -> None:
+    """One that waits is not, nor one that is at work."""
+
+    async def main() -> None:
+        ledger = Ledger(tmp_path / "ledger.sqlite")
+        held = Clocks(ledger)
+        with held.timed(Clock(1, "rollout")), held.timed(Clock(1, "update", coming=True)) as update:
+            giving = asyncio.ensure_future(held.give_way())
+            for _ in range(10):
+                await asyncio.sleep(clocks.GLANCE_S)
+                assert not giving.done()
+            with update.waiting(POOL, ""):
+                await giving
+            giving = asyncio.ensure_future(held.give_way())
+            await asyncio.sleep(10 * clocks.GLANCE_S)
+            assert not giving.done()
+            update.coming = False
+            await giving
+        ledger.close()
+
+    asyncio.run(main())

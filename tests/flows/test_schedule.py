@@ -13,6 +13,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 
 from conf.errors import StageError
 from conf.load import load
+from conf.schema import Node
 from data.ledger import Ledger
 from flows.graph import load_graph
 from flows.opening import Run
@@ -40,8 +41,9 @@ def _no_pace() -> Iterator[None]:
 
 
 @flow(name="paced-run")
-async def paced_flow(folder: str, iterations: int, overrides: list[str]) -> list[Any]:
-    with noop_run(Path(folder), stages.paced(), iterations, overrides) as run:
+async def paced_flow(folder: str, iterations: int, overrides: list[str], aside: bool = False) -> list[Any]:
+    nodes = stages.paced() | ({"aside": Node("tests.fakes.stages:aside", "cpu", ["rollout"])} if aside else {})
+    with noop_run(Path(folder), nodes, iterations, overrides) as run:
         RUN.set(run)
         await _iterations(run)
         assert isinstance(run.display, Recorder)
@@ -75,7 +77,7 @@ class Pace:
             for event in events:
                 await self._event(*event).wait()
 
-    def run(self, folder: Path, iterations: int, *overrides: str) -> list[Event]:
+    def run(self, folder: Path, iterations: int, *overrides: str, aside: bool = False) -> list[Event]:
         begun, done = Recorder.stage_begun, Recorder.stage_done
         with pytest.MonkeyPatch.context() as patch:
 
@@ -96,7 +98,7 @@ class Pace:
             patch.setattr(Clock, "waiting", noted_wait)
             patch.setattr(Recorder, "stage_begun", noted("begun", begun))
             patch.setattr(Recorder, "stage_done", noted("done", done))
-            events = asyncio.run(paced_flow(str(folder), iterations, list(overrides)))
+            events = asyncio.run(paced_flow(str(folder), iterations, list(overrides), aside))
         return [event for event in events if event[0] in ("begun", "done")]
 
 
@@ -277,6 +279,26 @@ def test_an_error_in_one_iteration_ends_the_run_and_it_continues_where_it_stood(
     with noop_run(tmp_path / "a", stages.paced(), 4, overrides) as run:
         assert run.ledger.groups.counts() == {"issued": 8, "waiting": 0, "trained": 8}
         assert not run.remaining()
+
+
+def test_an_error_ends_the_run_also_where_it_is_known_to_the_next_iteration_before(tmp_path: Path) -> None:
+    """That one, whose update waits for the update that fails, is still ending a stage when the run ends it."""
+    pace = Pace()
+
+    async def fail(context: Context) -> None:
+        await pace.happens(("update of iteration 1", 2, "update"), ("begun", 2, "aside"))
+        raise ValueError("no")
+
+    async def ends_slowly(context: Context) -> None:
+        try:
+            await pace.happens(("never", 0, ""))
+        finally:
+            await asyncio.sleep(0.5)
+
+    stages.PACE[1, "update"] = fail
+    stages.PACE[2, "aside"] = ends_slowly
+    with pytest.raises(StageError, match=r"^stage update of iteration 1 raised ValueError: no$"):
+        pace.run(tmp_path / "a", 4, *ASYNC, "schedule.max_lag=2", aside=True)
 
 
 @pytest.mark.parametrize(
