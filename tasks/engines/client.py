@@ -260,6 +260,10 @@ class Engine:
                 return self._check_status(response, "/flush_cache")
             await asyncio.sleep(FLUSH_POLL_S)
 
+    async def freeze_gc(self) -> None:
+        """Python's collector passes over all that the server holds now. It may do so again."""
+        self._check_status(await self._send("POST", "/freeze_gc", None, self._admin, QUICK_S), "/freeze_gc")
+
     async def update_weights(self, path: str, label: str, timeout_s: float, *, flush: bool = True) -> None:
         """Load the folder over the weights in memory, and drop all KV. Never send it twice at once.
 

@@ -277,8 +277,14 @@ def test_a_managed_server_is_ended_and_started_anew_and_is_brought_to_the_versio
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    adopted = Adopted(sglang_server)
+    adopted, frozen, freeze_gc = Adopted(sglang_server), list[str](), Engine.freeze_gc
+
+    async def noted(engine: Engine) -> None:
+        await freeze_gc(engine)
+        frozen.append(engine.boot)
+
     monkeypatch.setattr(server, "SGLangServer", lambda *_: adopted)
+    monkeypatch.setattr(Engine, "freeze_gc", noted)
     publisher = Publisher(tmp_path, tiny_model, engine_experiment(tiny_model))
     first, second = publisher.seal(tiny_tensors), publisher.seal(changed(tiny_tensors, 1))
 
@@ -290,6 +296,7 @@ def test_a_managed_server_is_ended_and_started_anew_and_is_brought_to_the_versio
             assert sglang_server.pid != pid
             assert (new.boot != old.boot, (await new.model_info()).label) == (True, new.boot)
             assert (new.ready_label, list(fleet)) == ("", [new])
+            assert frozen == [new.boot]
             published = await publisher.publish(second, fleet=fleet)
             assert (published.restarts, new.ready_label) == (0, second.manifest.label)
             assert publisher.engine_state() == ("READY", second.manifest.label)
