@@ -149,7 +149,7 @@ class _Check:
         for path in sorted(self.root.iterdir()):
             if path.name in KNOWN:
                 self._refuse_links(path)
-            elif path not in unfinished:
+            elif path not in unfinished and path.suffix != ".tmp":  # which was made meanwhile
                 self.report.note(path, "is not Ratchet's; left alone")
         self._closed("data", re.compile(f"objects|stages|staging|{TOMBSTONES}"))
         self._closed("data/objects", OBJECT)
@@ -160,11 +160,16 @@ class _Check:
         self._closed("checkpoints", re.compile(r"\d{6}(\.damaged)?"))
 
     def _refuse_links(self, path: Path) -> None:
-        inside = [] if path.is_symlink() else os.walk(path)  # which passes over a folder that goes meanwhile
-        for entry in (path, *sorted(Path(folder, name) for folder, *names in inside for name in chain(*names))):
-            if entry.is_symlink():
-                found = f"found a link to {entry.readlink()}"
-                self.report.problem(entry, f"expected a file or folder of the run, {found}; {NOT_OURS}")
+        def unread(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # else the folder went meanwhile
+                raise error
+
+        with self.report.expecting(path, "make it readable"):
+            inside = os.walk(path, onerror=unread) if path.is_dir() and not path.is_symlink() else []
+            for entry in (path, *sorted(Path(folder, name) for folder, *names in inside for name in chain(*names))):
+                if entry.is_symlink():
+                    found = f"found a link to {entry.readlink()}"
+                    self.report.problem(entry, f"expected a file or folder of the run, {found}; {NOT_OURS}")
 
     def _closed(self, name: str, known: re.Pattern[str], prefix: str = "") -> None:
         """Nothing in the folder but what is known, or unfinished."""
@@ -183,6 +188,7 @@ class _Check:
         for damage in ledger.damage():
             problem("ledger.sqlite", f"{damage}; {RESTORE}")
         self.info = ledger.run_info()
+        engines = ledger.engines()  # a version is there before an engine has it
         self.versions = {row.number: row for row in ledger.versions()}
         if self.info and self.info.run != self.root.name:
             problem("ledger.sqlite", f"expected run {self.root.name}, found {self.info.run}; rename the folder")
@@ -195,11 +201,11 @@ class _Check:
                 what = f"expected a SHA-256 as content of a {row.state} version, found {row.content}"
                 problem(f"ledger, version {row.number}", f"{what}; {RESTORE}")
         for number, holders in ledger.leases().items():
-            if self.versions[number].state == "DELETED":
+            if number in self.versions and self.versions[number].state == "DELETED":
                 what = f"expected no lease of a DELETED version, found {', '.join(holders)}"
                 problem(f"ledger, version {number}", f"{what}; its weights are gone")
         labels = {row.ref.label for row in self.versions.values() if row.content}
-        for engine in ledger.engines():
+        for engine in engines:
             if engine.label and engine.label not in labels:
                 what = f"expected the label of a version, found {engine.label}"
                 problem(f"ledger, engine {engine.name}", f"{what}; the next start proves the engine again")
@@ -293,8 +299,9 @@ class _Check:
             if match := LABEL.fullmatch(name):
                 self._package(folder, int(match[1]))
         for row in self.versions.values():
-            if row.content and row.state in NEEDED and row.ref.label not in folders:
-                state = self._state(row.number)
+            needed = row.content and row.state in NEEDED
+            if needed and not (self.root / "weights" / row.ref.label).is_dir():
+                state = self._state(row.number)  # asked last: it is not needed any more before its folder goes
                 if state in NEEDED:
                     what = f"expected the weights of a {state} version, found no such folder"
                     self.report.problem(f"weights/{row.ref.label}", f"{what}; {LOST_WEIGHTS}")

@@ -37,8 +37,11 @@ class Clocks:
             self._running.discard(clock)
 
     async def give_way(self) -> None:
-        """Wait until no stage is about to begin: one that has all it waited for, and needs the loop for a moment."""
-        while True:
+        """Wait until no stage is about to begin: one that has all it waited for, and needs the loop for a moment.
+
+        At most a second: there may always be one.
+        """
+        for _ in range(round(1 / GLANCE_S)):
             await asyncio.sleep(GLANCE_S)
             if not any(clock.coming and not clock.under_way for clock in self):
                 return

@@ -80,7 +80,7 @@ class Iteration:
     # Its rollout leaves engines idle, or has ended: the next rollout may begin.
     tail: asyncio.Future[None] = field(default_factory=_future)
     ended: asyncio.Future[None] = field(default_factory=_future)  # it is accounted for
-    failed: asyncio.Future[None] = field(default_factory=_future)  # it is not going to be
+    failed: asyncio.Future[None] = field(default_factory=_future)  # one of its stages has
     over: asyncio.Future[None] = field(default_factory=_future)  # nothing of it is under way any more
     stages: dict[str, asyncio.Task[Ref]] = field(default_factory=dict)
     checkpoint: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class Window:
         if before := self.iterations.get(number - 1):
             await before.ended
         if after := self.iterations.get(number + 1):
-            await asyncio.wait([after.rolling, after.failed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([after.rolling, after.failed, after.over], return_when=asyncio.FIRST_COMPLETED)
 
     def gates(self, node: GraphNode, number: int) -> Iterator[Gate]:
         """In the order in which they are to be waited for: each is asked for when the one before it is through."""

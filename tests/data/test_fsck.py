@@ -1,12 +1,16 @@
 """fsck: quiet about whatever a run or a kill may leave, and it finds everything else, whichever byte it is."""
 
+import builtins
+import errno
 import hashlib
+import io
 import os
 import re
 import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,13 +125,17 @@ def test_beside_a_run_that_goes_on_it_reports_nothing(tmp_path: Path, toy_model:
     assert problems(folder) == []
 
 
+LOOKS = [(os, name) for name in ("stat", "lstat", "listdir", "scandir", "open", "readlink")]
+LOOKS += [(io, "open"), (builtins, "open")]
+
+
 def test_whatever_a_run_deletes_before_any_look_at_it_is_no_fault(
     pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For each place from which fsck looks at weights or checkpoints: a pass of retention goes by just before it."""
     folder = tmp_path / pristine.name
     seen = list[tuple[object, ...]]()
-    passes = 0
+    passes, lock = 0, threading.RLock()
 
     def retention() -> None:
         nonlocal passes
@@ -143,12 +151,13 @@ def test_whatever_a_run_deletes_before_any_look_at_it_is_no_fault(
     def after_a_pass(look: Callable[..., object]) -> Callable[..., object]:
         def looked(path: object = ".", *args: object, **more: object) -> object:
             below = isinstance(path, str | os.PathLike) and re.search("/(weights|checkpoints)(/|$)", os.fspath(path))
-            if below and not passes:
-                code = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-                place = (look, *(at for at in code if "/data/" in at[0]))
-                if place not in seen:
-                    seen.append(place)
-                    retention()
+            with lock:
+                if below and not passes:
+                    code = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+                    place = (look, *(at for at in code if "/data/" in at[0]))
+                    if place not in seen:
+                        seen.append(place)
+                        retention()
             return look(path, *args, **more)
 
         return looked
@@ -156,8 +165,8 @@ def test_whatever_a_run_deletes_before_any_look_at_it_is_no_fault(
     while True:
         subprocess.run(["cp", "-a", str(pristine), str(tmp_path)], check=True)
         with monkeypatch.context() as patch, lock_run(folder):
-            for name in ("stat", "lstat", "listdir", "scandir", "open", "readlink"):
-                patch.setattr(os, name, after_a_pass(getattr(os, name)))
+            for module, name in LOOKS:
+                patch.setattr(module, name, after_a_pass(getattr(module, name)))
             assert fsck(folder) == [], f"before {seen[-1]}"
         subprocess.run(["chmod", "-R", "u+w", str(folder)], check=True)
         shutil.rmtree(folder)
@@ -165,6 +174,21 @@ def test_whatever_a_run_deletes_before_any_look_at_it_is_no_fault(
             break
         passes = 0
     assert len(seen) > 20
+
+
+def test_a_folder_that_cannot_be_read_is_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refused(path: str = ".") -> object:
+        if os.fspath(path).endswith("/logs"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    (found,) = problems(folder)
+    assert found.what == "logs"
+    assert "Permission denied" in found.message
+    assert found.message.endswith("make it readable")
 
 
 def test_what_a_killed_run_left_unfinished_is_a_note_unless_somebody_has_the_run(folder: Path) -> None:

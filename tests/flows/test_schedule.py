@@ -286,14 +286,15 @@ def test_an_error_ends_the_run_also_where_it_is_known_to_the_next_iteration_befo
     pace = Pace()
 
     async def fail(context: Context) -> None:
-        await pace.happens(("update of iteration 1", 2, "update"), ("begun", 2, "aside"))
+        await pace.happens(("update of iteration 1", 2, "update"), ("at work", 2, "aside"))
         raise ValueError("no")
 
     async def ends_slowly(context: Context) -> None:
+        pace._event("at work", 2, "aside").set()
         try:
             await pace.happens(("never", 0, ""))
         finally:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(2)
 
     stages.PACE[1, "update"] = fail
     stages.PACE[2, "aside"] = ends_slowly
