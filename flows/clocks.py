@@ -11,7 +11,7 @@ from flows.waits import Clock
 from tasks.together import all_or_first_error
 
 WRITE_S = 2.0  # so much of a process that is killed is not known
-GLANCE_S = 0.005
+GLANCE_S = 0.005  # from one look at the attempts to the next
 
 
 class Clocks:
