@@ -102,6 +102,15 @@ class _Report:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException, sqlite3.Error) as error:
             self._wrong(what, f"cannot be read: {type(error).__name__}: {error}", remedy)
 
+    @contextmanager
+    def expecting_while_there(self, path: Path, remedy: str) -> Iterator["_Report"]:
+        """What is found inside counts only if the path is still there: a run, or `ratchet gc`, deletes beside us."""
+        found = _Report(self.root)
+        with found.expecting(path, remedy):
+            yield found
+        if path.exists():
+            self.findings += found.findings
+
     def _wrong(self, what: Path | str, message: str, remedy: str) -> None:
         self.problem(what, f"{message.replace(f'{self.root}/', '')}; {remedy}")
 
@@ -279,15 +288,12 @@ class _Check:
             self._looked_at(size(path))
             if path.name in used:
                 continue  # proven with its manifest
-            found = _Report(self.root)
-            with found.expecting(path, "remove it: nothing refers to it"):
+            with self.report.expecting_while_there(path, "remove it: nothing refers to it") as found:
                 if (digest := _digest(path)) != match[1]:
                     what = f"expected the SHA-256 in its name, found {digest}"
                     found.problem(path, f"{what}; remove it: nothing refers to it")
                 elif path.stem[:12] not in trained and not self.held:
                     found.note(path, "nothing refers to it; `ratchet gc` removes it")
-            if path.exists():  # else `ratchet gc` goes on beside
-                self.report.findings += found.findings
 
     # ---------------------------------------------------------------- weights
 
@@ -347,12 +353,10 @@ class _Check:
         before = ""
         for folder in checkpoints(self.root):
             otherwise = f"resumes from {before}" if before else "replays every update from its recorded dataset"
-            count, found, before = size(folder), _Report(self.root), folder.name
-            with found.expecting(folder, f"remove the folder; the run then {otherwise}"):
+            count, before = size(folder), folder.name
+            with self.report.expecting_while_there(folder, f"remove the folder; the run then {otherwise}"):
                 check_files(folder, read_checkpoint(folder).files)
             self._looked_at(count)
-            if folder.exists():  # else it was deleted while we looked
-                self.report.findings += found.findings
         for folder in damaged_checkpoints(self.root):
             self.report.note(folder, "put aside as damaged; `ratchet gc` removes it")
 
